@@ -1,0 +1,528 @@
+"""UpdateStrategy: the round every method shares: sample, vet, solve, apply, remember.
+
+A method says only which direction the global model moves in (`solve_layer`, or `solve` for the whole
+model at once) and what it wants to remember of it (`remember`). Everything a federated round can do to a
+server is dealt with here, once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import flwr.server.strategy
+import numpy as np
+import torch
+from flwr.common import (
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    Parameters,
+    Scalar,
+    ndarrays_to_parameters,
+)
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from torch import Tensor
+
+from .diagnosis import Diagnosis
+from .layers import Layer, LayerMap
+from .sampling import ClientSampler, PartitionOrder
+from .updates import Array, ClientUpdates, LayerDirection, UnusableTensor, decode_all, is_finite
+
+logger = logging.getLogger(__name__)
+
+# Reasons listed in the metrics of one round; all of them are in the log.
+_REASONS = 20
+# A model this many times longer than at the start has left every useful region of weight space.
+_GROWTH = 1e4
+
+_FIT, _EVALUATE = 0, 1  # streams of the sampling generator
+
+
+class RoundsFailed(RuntimeError):
+    """Too many rounds in a row left the global model unchanged; `metrics` are those of the last one."""
+
+    def __init__(self, message: str, metrics: Mapping[str, Scalar]) -> None:
+        super().__init__(message)
+        self.metrics = dict(metrics)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the device solves run on; "auto" is the GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+class UpdateStrategy(flwr.server.strategy.FedAvg):
+    """Base of all methods: θ_{t+1} = θ_t + server_lr · direction on trainable tensors.
+
+    Floating-point buffers are averaged with the clients' data shares, integer counters take the maximum;
+    dtypes and shapes, 0-d ones too, stay as they are.
+
+    Parameters
+    ----------
+    server_lr : float
+        Step along the direction, > 0.
+    server_lr_decay : float
+        The step of round t is server_lr · server_lr_decay^(t−1); in (0, 1].
+    layers : LayerMap, optional
+        Which tensors form a layer. None: each floating-point tensor is a layer of its own.
+    device : str or torch.device
+        Where solves run: "auto" (a GPU where there is one), "cpu", "cuda", "cuda:1", ...
+    seed : int
+        Seeds client sampling, ≥ 0. The clients of round t depend on (seed, t) and the clients present only.
+    min_completed : int or float, optional
+        Usable results below which a round fails and the global model stays: a count (int), or a share of
+        the clients sampled (float). Default: half of them.
+    max_failed_rounds : int
+        This many failed rounds in a row raise `RoundsFailed`.
+    partition_order : callable, optional
+        Maps clients not seen before to their partition ids, e.g. `strategies.partition_order`. Simulated
+        clients have random ids, and only by partition does a seed reproduce a run. None: sort by client id.
+    wait_timeout : float
+        Seconds without a new client after which waiting for `min_available_clients` ends in
+        `NotEnoughClients`.
+    **fedavg
+        Keywords of `flwr.server.strategy.FedAvg`: fraction_fit, min_fit_clients, min_available_clients,
+        initial_parameters, evaluate_fn, on_fit_config_fn, ... `inplace` has no effect.
+
+    Raises
+    ------
+    ValueError
+        If an option is out of range; one sentence that names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        server_lr: float = 1.0,
+        server_lr_decay: float = 1.0,
+        layers: LayerMap | None = None,
+        device: str | torch.device = "auto",
+        seed: int = 0,
+        min_completed: int | float | None = None,
+        max_failed_rounds: int = 5,
+        partition_order: PartitionOrder | None = None,
+        wait_timeout: float = 60.0,
+        **fedavg: Any,
+    ) -> None:
+        super().__init__(**fedavg)
+        _require(math.isfinite(server_lr) and server_lr > 0, "server_lr", server_lr, "a finite number > 0")
+        _require(0 < server_lr_decay <= 1, "server_lr_decay", server_lr_decay, "in (0, 1]")
+        _require(isinstance(seed, int) and seed >= 0, "seed", seed, "an integer ≥ 0")
+        _require(max_failed_rounds >= 1, "max_failed_rounds", max_failed_rounds, "at least 1")
+        if isinstance(min_completed, float):
+            _require(0 <= min_completed <= 1, "min_completed", min_completed, "a share in [0, 1], or a count")
+        elif min_completed is not None:
+            _require(min_completed >= 1, "min_completed", min_completed, "a count of at least 1, or a share")
+        self.server_lr = server_lr
+        self.server_lr_decay = server_lr_decay
+        self.layers = layers
+        self.device = resolve_device(device)
+        self.min_completed = min_completed
+        self.max_failed_rounds = max_failed_rounds
+        self.sampler = ClientSampler(seed, partition_order, wait_timeout)
+
+        self.memory: dict[str, Tensor] = {}
+        """What the method remembers between rounds: float64 vectors by "<what>/<layer name>"."""
+        self._round = 0  # the last round aggregated, counted over resumed runs too
+        self._offset: int | None = 0  # added to Flower's round number; None: find out at the next call
+        self._failed_rounds = 0
+        self._reasons: list[str] = []  # why clients of the last round are not used
+        self._sampled: int | None = None
+        self._parameters: Parameters | None = None  # θ_t as Flower holds it
+        self._arrays: list[Array] = []  # θ_t, views of it
+        self._layers: LayerMap | None = None  # `layers` checked against θ_t
+        self._start_norm: float | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(server_lr={self.server_lr})"
+
+    # ---- what a method provides -------------------------------------------------------------------------
+
+    @abstractmethod
+    def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
+        """Return the direction in which one layer moves."""
+
+    def solve(self, updates: ClientUpdates) -> Iterator[LayerDirection]:
+        """Yield the direction of each layer, in the order of `updates.layers.layers`.
+
+        A method that looks at the whole model before it moves any layer overrides this.
+        """
+        for layer in updates.layers.layers:
+            yield self.solve_layer(updates, layer)
+
+    def remember(self, layer: Layer, direction: LayerDirection) -> Mapping[str, Tensor]:
+        """Return what goes into `memory` if the round succeeds: float64 vectors by "<what>/<layer name>"."""
+        return {}
+
+    # ---- sampling -----------------------------------------------------------------------------------------
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
+        """Return the initial global model, and keep it: it is θ_t until the first round is configured."""
+        return self.initial_parameters
+
+    def num_fit_clients(self, num_available_clients: int) -> tuple[int, int]:
+        """Return how many clients to train on, and how many must be connected first."""
+        size = max(_share(self.fraction_fit, num_available_clients), self.min_fit_clients)
+        return size, max(self.min_available_clients, self.min_fit_clients)
+
+    def num_evaluation_clients(self, num_available_clients: int) -> tuple[int, int]:
+        """Return how many clients to evaluate on, and how many must be connected first."""
+        size = max(_share(self.fraction_evaluate, num_available_clients), self.min_evaluate_clients)
+        return size, max(self.min_available_clients, self.min_evaluate_clients)
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Take `parameters` as θ_t and choose the clients that train on it.
+
+        The config sent is `on_fit_config_fn`'s, with `server_round` added: the round's number counted over
+        resumed runs.
+
+        Raises
+        ------
+        NotEnoughClients
+            If the clients required are not connected and none has joined for `wait_timeout` seconds.
+        ValueError
+            If `parameters` cannot be read, are not finite or do not fit `layers`.
+        """
+        number = self._number(server_round)
+        self._set_global(parameters)
+        clients = self.sampler.draw(client_manager, self.num_fit_clients, stream=_FIT, number=number)
+        self._sampled = len(clients)
+        config: dict[str, Scalar] = {"server_round": number}
+        if self.on_fit_config_fn is not None:
+            config.update(self.on_fit_config_fn(number))
+        ins = FitIns(parameters, config)
+        return [(client, ins) for client in clients]
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Choose the clients that evaluate the global model; none if `fraction_evaluate` is 0."""
+        if self.fraction_evaluate == 0.0:
+            return []
+        number = self._number(server_round)
+        clients = self.sampler.draw(client_manager, self.num_evaluation_clients, stream=_EVALUATE, number=number)
+        config: dict[str, Scalar] = {"server_round": number}
+        if self.on_evaluate_config_fn is not None:
+            config.update(self.on_evaluate_config_fn(number))
+        ins = EvaluateIns(parameters, config)
+        return [(client, ins) for client in clients]
+
+    # ---- aggregation --------------------------------------------------------------------------------------
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Move the global model by the clients' updates.
+
+        Parameters
+        ----------
+        server_round : int
+        results : list of (ClientProxy, FitRes)
+            In any order; what cannot be used is rejected, logged and counted.
+        failures : list
+            Clients that sent no result.
+
+        Returns
+        -------
+        (Parameters, dict)
+            θ_{t+1}, or θ_t where the round failed (`failed_round` in the metrics, with `failed_reason`).
+
+        Raises
+        ------
+        RoundsFailed
+            After `max_failed_rounds` failed rounds in a row.
+        ValueError
+            If there is no global model yet: neither `configure_fit` was called nor `initial_parameters` given.
+        """
+        began = time.perf_counter()
+        number = self._number(server_round)
+        self._round = number
+        layers = self._require_global()
+        sampled = self._sampled if self._sampled is not None else len(results) + len(failures)
+        self._sampled = None
+        updates = ClientUpdates(results, self._arrays, layers, device=self.device, order=self.sampler.order)
+        metrics: dict[str, Scalar] = {
+            "clients_sampled": sampled,
+            "clients_accepted": len(updates),
+            "clients_rejected": len(updates.rejected),
+            "clients_failed": len(failures),
+            "failed_round": False,
+        }
+        self._report_losses(number, updates, failures, metrics)
+
+        needed = self._needed(sampled)
+        if failures and not self.accept_failures:
+            return self._fail(metrics, began, f"{len(failures)} clients failed and accept_failures is off")
+        if len(updates) < needed:
+            return self._fail(
+                metrics, began, f"{len(updates)} usable results of {sampled} clients sampled, {needed} needed"
+            )
+        try:
+            arrays, memory = self._apply(number, updates, metrics)
+        except FloatingPointError as error:
+            return self._fail(metrics, began, str(error))
+        self.memory.update(memory)
+        self._failed_rounds = 0
+        self._set_arrays(ndarrays_to_parameters(arrays), arrays)
+        if self.fit_metrics_aggregation_fn is not None:
+            pairs = list(zip(updates.num_examples, updates.metrics, strict=True))
+            metrics.update(self.fit_metrics_aggregation_fn(pairs))
+        metrics["aggregate_seconds"] = time.perf_counter() - began
+        return self._parameters, metrics
+
+    def _apply(
+        self, number: int, updates: ClientUpdates, metrics: dict[str, Scalar]
+    ) -> tuple[list[Array], dict[str, Tensor]]:
+        """Return θ_{t+1} and what to remember; raise FloatingPointError if the step is not finite."""
+        step = self.server_lr * self.server_lr_decay ** (number - 1)
+        arrays: list[Array] = list(self._arrays)
+        memory: dict[str, Tensor] = {}
+        diagnosis = Diagnosis(updates.weights)
+        for layer, direction in zip(updates.layers.layers, self.solve(updates), strict=True):
+            diagnosis.add(direction)
+            memory.update(self.remember(layer, direction))
+            vector = (step * direction.vector).cpu().numpy()
+            offset = 0
+            for t in layer.tensors:
+                old = self._arrays[t]
+                part = vector[offset : offset + old.size].reshape(old.shape)
+                offset += old.size
+                with np.errstate(over="ignore", invalid="ignore"):
+                    arrays[t] = np.asarray(old + part).astype(old.dtype)
+                if not is_finite(arrays[t]):
+                    raise FloatingPointError(
+                        f"the step of layer {layer.name!r} is not finite: the run diverges; lower server_lr "
+                        f"(now {self.server_lr:g}) or the clients' learning rate"
+                    )
+        metrics.update(diagnosis.metrics())
+        rho = updates.weights.cpu().numpy()
+        for t in updates.layers.indices("buffer"):
+            mean = np.zeros(self._arrays[t].shape, np.float64)
+            for share, tensor in zip(rho, updates.tensors(t), strict=True):
+                mean += share * tensor
+            arrays[t] = mean.astype(self._arrays[t].dtype)
+        for t in updates.layers.indices("counter"):
+            tensors = updates.tensors(t)
+            arrays[t] = np.asarray(np.maximum.reduce(tensors)).astype(self._arrays[t].dtype)
+        self._watch_growth(arrays, updates.layers, metrics)
+        return arrays, memory
+
+    def _needed(self, sampled: int) -> int:
+        if isinstance(self.min_completed, int):
+            return self.min_completed
+        share = 0.5 if self.min_completed is None else self.min_completed
+        return max(1, math.ceil(share * sampled - 1e-9))
+
+    def _fail(
+        self, metrics: dict[str, Scalar], began: float, reason: str
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Leave θ_t as it is, say why, and raise if this has happened too often in a row."""
+        self._failed_rounds += 1
+        logger.warning("round %d failed: %s; the global model stays", self._round, reason)
+        metrics.update(failed_round=True, failed_reason=reason, aggregate_seconds=time.perf_counter() - began)
+        if self._failed_rounds >= self.max_failed_rounds:
+            why = "; ".join([reason, *self._reasons[:3]])
+            raise RoundsFailed(f"{self._failed_rounds} rounds in a row failed, the last one: {why}.", metrics)
+        return self._parameters, metrics
+
+    def _report_losses(
+        self,
+        number: int,
+        updates: ClientUpdates,
+        failures: Sequence[tuple[ClientProxy, FitRes] | BaseException],
+        metrics: dict[str, Scalar],
+    ) -> None:
+        """Log every client that is not used, and put the reasons and the clients' losses into the metrics."""
+        failed = [_reason(failure) for failure in failures]
+        for rejection in updates.rejected:
+            logger.warning("round %d: rejected %s", number, rejection)
+        for reason in failed:
+            logger.warning("round %d: failed %s", number, reason)
+        if updates.rejected:
+            metrics["rejection_reasons"] = json.dumps([str(r) for r in updates.rejected[:_REASONS]])
+        if failed:
+            metrics["failure_reasons"] = json.dumps(failed[:_REASONS])
+        self._reasons = [*(str(r) for r in updates.rejected), *failed]
+        losses = [m.get("train_loss") for m in updates.metrics]
+        if losses and all(isinstance(x, (int, float)) for x in losses):
+            metrics["train_loss"] = float(np.dot(updates.weights.cpu().numpy(), np.array(losses, np.float64)))
+
+    def _watch_growth(self, arrays: Sequence[Array], layers: LayerMap, metrics: dict[str, Scalar]) -> None:
+        norm = _norm(arrays, layers)
+        metrics["parameter_norm"] = norm
+        if self._start_norm is None:
+            self._start_norm = _norm(self._arrays, layers)
+        if norm > _GROWTH * (1 + self._start_norm):
+            logger.warning(
+                "the global model's norm is %.3g, it was %.3g at the start: the run diverges; lower server_lr (now %g)",
+                norm,
+                self._start_norm,
+                self.server_lr,
+            )
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Average the clients' losses by their number of examples, in canonical order."""
+        for failure in failures:
+            logger.warning("round %d: evaluation failed %s", server_round, _reason(failure))
+        usable = sorted(
+            (pair for pair in results if pair[1].num_examples > 0), key=lambda pair: self.sampler.order(pair[0].cid)
+        )
+        if not usable or (failures and not self.accept_failures):
+            return None, {}
+        total = sum(res.num_examples for _, res in usable)
+        loss = sum(res.num_examples * res.loss for _, res in usable) / total
+        metrics: dict[str, Scalar] = {}
+        if self.evaluate_metrics_aggregation_fn is not None:
+            metrics.update(self.evaluate_metrics_aggregation_fn([(r.num_examples, r.metrics) for _, r in usable]))
+        return float(loss), metrics
+
+    # ---- the global model and the round number -----------------------------------------------------------
+
+    def _number(self, server_round: int) -> int:
+        """Round number counted over resumed runs; Flower starts at 1 each time."""
+        if self._offset is None:
+            # After load_state_dict a caller may go on counting, or start at 1 as Flower does.
+            self._offset = self._round + 1 - server_round
+        return server_round + self._offset
+
+    def _set_global(self, parameters: Parameters) -> None:
+        if parameters is self._parameters:
+            return
+        try:
+            arrays = decode_all(parameters)
+        except UnusableTensor as error:
+            raise ValueError(f"the global model cannot be read: {error}.") from error
+        layers = self._layers_for(arrays)
+        for name, array in zip(layers.names, arrays, strict=True):
+            if not is_finite(array):
+                raise ValueError(f"the global model holds NaN or Inf in tensor {name!r}; start from finite weights.")
+        self._layers = layers
+        self._set_arrays(parameters, arrays)
+        self._check_memory(layers)
+
+    def _set_arrays(self, parameters: Parameters, arrays: list[Array]) -> None:
+        self._parameters, self._arrays = parameters, arrays
+
+    def _layers_for(self, arrays: Sequence[Array]) -> LayerMap:
+        if self.layers is not None:
+            return self.layers.for_arrays(arrays)
+        if not arrays:
+            raise ValueError("the global model has no tensors; pass initial_parameters with at least one array.")
+        return LayerMap.from_arrays(arrays)
+
+    def _require_global(self) -> LayerMap:
+        if self._parameters is None:
+            if self.initial_parameters is None:
+                raise ValueError(
+                    "there is no global model to update: pass initial_parameters, or call configure_fit "
+                    "before aggregate_fit."
+                )
+            self._set_global(self.initial_parameters)
+        assert self._layers is not None
+        return self._layers
+
+    # ---- state ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs besides the global model.
+
+        Returns
+        -------
+        dict
+            `strategy` (str), `round` (int), `failed_rounds` (int) and `memory`, a dict of float64 CPU tensors.
+            Everything but `memory` is JSON; `memory` goes into a safetensors file as it is.
+        """
+        return {
+            "strategy": type(self).__name__,
+            "round": self._round,
+            "failed_rounds": self._failed_rounds,
+            "start_norm": self._start_norm,
+            "memory": {name: tensor.detach().cpu().clone() for name, tensor in self.memory.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; the next round continues its count.
+
+        Raises
+        ------
+        ValueError
+            If the state is another strategy's, lacks an entry, or does not fit the model.
+        """
+        missing = {"strategy", "round", "failed_rounds", "memory"} - set(state)
+        if missing:
+            raise ValueError(f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned.")
+        if state["strategy"] != type(self).__name__:
+            raise ValueError(
+                f"the state belongs to {state['strategy']}, this is {type(self).__name__}; "
+                "resume with the strategy that was saved."
+            )
+        before = self.memory
+        self.memory = {
+            k: torch.as_tensor(v).to(self.device, torch.float64, copy=True) for k, v in state["memory"].items()
+        }
+        known = self._layers or self.layers
+        if known is not None:
+            try:
+                self._check_memory(known)
+            except ValueError:
+                self.memory = before
+                raise
+        self._round = int(state["round"])
+        self._failed_rounds = int(state["failed_rounds"])
+        self._start_norm = state.get("start_norm")
+        self._offset = None
+
+    def _check_memory(self, layers: LayerMap) -> None:
+        sizes = {layer.name: layer.size for layer in layers.layers}
+        for key, tensor in self.memory.items():
+            name = key.partition("/")[2]
+            if sizes.get(name) != tensor.numel():
+                raise ValueError(
+                    f"the state remembers {tensor.numel()} values for layer {name!r}, the model has "
+                    f"{sizes.get(name, 'no such layer')}; resume with the model that was saved."
+                )
+
+
+def _require(ok: bool, name: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}={value!r} must be {wanted}.")
+
+
+def _share(fraction: float, available: int) -> int:
+    """⌊fraction · available⌋, robust to fractions such as 7/30 that are not exact in binary."""
+    return math.floor(fraction * available + 1e-9)
+
+
+def _reason(failure: tuple[ClientProxy, Any] | BaseException) -> str:
+    if isinstance(failure, BaseException):
+        text = f"{type(failure).__name__}: {failure}"
+    else:
+        client, res = failure
+        text = f"client {client.cid}: status {res.status.code.name}: {res.status.message}"
+    return " ".join(text.split())[:300]
+
+
+def _norm(arrays: Sequence[Array], layers: LayerMap) -> float:
+    return math.sqrt(
+        sum(float(np.linalg.norm(arrays[t].reshape(-1).astype(np.float64))) ** 2 for t in layers.indices("trainable"))
+    )

@@ -1,0 +1,1 @@
+"""The methods CRAFT, FedRef and CLAIR are judged against."""

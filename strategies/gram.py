@@ -1,0 +1,127 @@
+"""Streaming linear algebra over the clients' updates: Gram matrices, cross products, combinations.
+
+Most methods of this suite move the model inside the span of the updates, direction = β·reference + Σ α_i g_i,
+so the work that grows with the model's size d is only what is in this file. Each function reads the updates
+once, a block of columns at a time, in float64: beyond the updates themselves it holds one block and its
+result. A solver then works on m × m matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# A block of columns holds about this many bytes in float64. Large enough that the matrix products run at
+# full speed, small enough to be a few per cent of the updates it is cut from.
+BLOCK_BYTES = 4 * 2**20
+
+Blocks = Iterable[tuple[slice, Tensor]]
+"""Column blocks of an (m, d) matrix: (columns, float64 tensor of shape (m, columns))."""
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Inner products of the updates among themselves and with a reference.
+
+    Attributes
+    ----------
+    matrix : Tensor, (m, m), float64
+        G_ij = ⟨g_i, g_j⟩.
+    cross : Tensor, (m,), float64
+        ⟨g_i, reference⟩; zero without a reference.
+    """
+
+    matrix: Tensor
+    cross: Tensor
+
+
+@dataclass(frozen=True)
+class Combinations:
+    """k linear combinations of the updates and what they mean to each client.
+
+    Attributes
+    ----------
+    vectors : Tensor, (k, d), float64
+        β_k·reference + Σ_i α_ki g_i.
+    products : Tensor, (k, m), float64
+        ⟨g_i, vectors_k⟩.
+    squared_norms : Tensor, (m,), float64
+        ‖g_i‖².
+    """
+
+    vectors: Tensor
+    products: Tensor
+    squared_norms: Tensor
+
+
+def block_columns(m: int) -> int:
+    """Columns in a block of `m` float64 rows."""
+    return max(64, BLOCK_BYTES // (8 * max(m, 1)))
+
+
+def column_blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Cut an (m, d) tensor of any real floating dtype into float64 column blocks."""
+    m, d = matrix.shape
+    step = block_columns(m)
+    for start in range(0, d, step):
+        columns = slice(start, min(start + step, d))
+        yield columns, matrix[:, columns].to(torch.float64)
+
+
+def gram(blocks: Blocks, m: int, reference: Tensor | None = None, *, device: torch.device) -> Gram:
+    """Accumulate G = A Aᵀ and A·reference over the column blocks of A, (m, d).
+
+    Parameters
+    ----------
+    blocks : iterable of (slice, Tensor)
+        Column blocks, float64, each (m, c), on `device`.
+    m : int
+        Number of rows; needed because a layer may have no columns.
+    reference : Tensor, (d,), float64, optional
+        Taken as zero when absent.
+    """
+    matrix = torch.zeros((m, m), dtype=torch.float64, device=device)
+    cross = torch.zeros(m, dtype=torch.float64, device=device)
+    for columns, block in blocks:
+        matrix.addmm_(block, block.T)
+        if reference is not None:
+            cross.addmv_(block, reference[columns])
+    return Gram(matrix, cross)
+
+
+def combine(
+    blocks: Blocks,
+    coefficients: Tensor,
+    d: int,
+    reference: Tensor | None = None,
+    reference_weights: Tensor | None = None,
+) -> Combinations:
+    """Form k combinations of the rows of A, (m, d), and their inner products with every row, in one read.
+
+    Parameters
+    ----------
+    blocks : iterable of (slice, Tensor)
+        Column blocks of A, float64, each (m, c), on the device of `coefficients`.
+    coefficients : Tensor, (k, m), float64
+        α.
+    d : int
+        Number of columns of A.
+    reference : Tensor, (d,), float64, optional
+    reference_weights : Tensor, (k,), float64, optional
+        β; zero when absent.
+    """
+    k, m = coefficients.shape
+    vectors = torch.empty((k, d), dtype=torch.float64, device=coefficients.device)
+    products = torch.zeros((k, m), dtype=torch.float64, device=coefficients.device)
+    squared_norms = torch.zeros(m, dtype=torch.float64, device=coefficients.device)
+    for columns, block in blocks:
+        part = coefficients @ block
+        if reference is not None and reference_weights is not None:
+            part.addr_(reference_weights, reference[columns])
+        vectors[:, columns] = part
+        products.addmm_(part, block.T)
+        squared_norms += torch.linalg.vecdot(block, block)
+    return Combinations(vectors, products, squared_norms)

@@ -1,0 +1,50 @@
+"""partition_order: know simulated clients by their partition, so that a seed reproduces a run.
+
+Flower gives simulated nodes random ids, anew in each run. A strategy that sorts by node id therefore samples
+other partitions, and sums in another order, each time. Clients that answer `get_properties` with
+`{"partition-id": int}` can be told apart by that instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from flwr.common import Code, GetPropertiesIns
+from flwr.server.client_proxy import ClientProxy
+
+# Requests wait for the client most of the time; the threads are short-lived.
+_THREADS = 64
+
+
+def partition_order(clients: Sequence[ClientProxy], timeout: float | None = 600.0) -> Mapping[str, int]:
+    """Ask each client for its partition id, once.
+
+    Parameters
+    ----------
+    clients : sequence of ClientProxy
+        Clients whose partition is not known yet.
+    timeout : float, optional
+        Seconds to wait for one client.
+
+    Returns
+    -------
+    mapping of str to int
+        Partition id by `ClientProxy.cid`. A client that does not answer, or answers without a
+        `partition-id`, is missing: it sorts after the others, by its id.
+    """
+
+    def ask(client: ClientProxy) -> int | None:
+        res = client.get_properties(GetPropertiesIns(config={}), timeout=timeout, group_id=None)
+        value = res.properties.get("partition-id") if res.status.code is Code.OK else None
+        return value if isinstance(value, int) else None
+
+    def ask_or_none(client: ClientProxy) -> int | None:
+        try:
+            return ask(client)
+        except ValueError:  # what Flower's proxies raise for an error reply or a timeout
+            return None
+
+    with ThreadPoolExecutor(max_workers=min(_THREADS, max(1, len(clients)))) as pool:
+        answers = list(pool.map(ask_or_none, clients))
+    return {c.cid: a for c, a in zip(clients, answers, strict=True) if a is not None}

@@ -1,0 +1,197 @@
+"""CRAFT's solve: the smallest correction of a reference direction that gives each client its share.
+
+    min_g  ½‖g − ĝ‖²   subject to   U g = ρ
+
+Rows of U are the clients' updates at unit length, ρ_i client i's share of the data, ĝ the reference.
+The solution is g = ĝ + U⁺(ρ − Uĝ) (Wang, Liu, Thuerey, "CRAFT", arXiv 2605.21317). U is never
+pseudo-inverted: with K = U Uᵀ (m × m, float64), α = K⁺(ρ − Uĝ) and g = ĝ + Uᵀα.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..gram import column_blocks, combine, gram
+
+CONSTRAINTS = ("equality",)
+
+# Rounding leaves errors of a few eps in the unit-diagonal K, and with them eigenvalues of that size where
+# exact arithmetic has zeros (duplicated clients). The floor of the cut is this many times m·eps.
+_FLOOR = 64
+
+
+@dataclass(frozen=True)
+class CraftSolution:
+    """A direction and how well it serves the clients.
+
+    Attributes
+    ----------
+    direction : Tensor, (d,), float64
+        g.
+    alignment : Tensor, (m,), float64
+        U g, the component of g along each client's unit update; 0 for a client whose update is zero.
+    residual : float
+        ‖U g − ρ‖ / ‖ρ‖ over the clients with a non-zero update: 0 where the constraints can be met.
+    rank : int
+        Numerical rank of U.
+    """
+
+    direction: Tensor
+    alignment: Tensor
+    residual: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The solution in the span of the updates: g = ĝ + Σ_i coefficients_i · g_i.
+
+    Attributes
+    ----------
+    coefficients : Tensor, (m,), float64
+        Multipliers of the updates as given, not of the unit updates.
+    alignment, residual, rank
+        As in `CraftSolution`; `residual` and `rank` are 0-d tensors on the device of the Gram matrix.
+    """
+
+    coefficients: Tensor
+    alignment: Tensor
+    residual: Tensor
+    rank: Tensor
+
+
+def check_options(constraint: str, ridge: float, rtol: float | None) -> None:
+    """Refuse options outside their range.
+
+    Raises
+    ------
+    ValueError
+        One sentence that names the option.
+    """
+    if constraint not in CONSTRAINTS:
+        raise ValueError(f"constraint={constraint!r} is unknown; choose one of {', '.join(CONSTRAINTS)}.")
+    if not (math.isfinite(ridge) and ridge >= 0):
+        raise ValueError(f"ridge={ridge!r} must be a finite number ≥ 0.")
+    if rtol is not None and not 0 <= rtol < 1:
+        raise ValueError(f"rtol={rtol!r} must lie in [0, 1), or be None for the rounding floor.")
+
+
+def coefficients(
+    gram_matrix: Tensor,
+    cross: Tensor,
+    targets: Tensor,
+    *,
+    ridge: float = 0.0,
+    rtol: float | None = None,
+) -> Coefficients:
+    """Solve in the span of the updates, from inner products alone.
+
+    Parameters
+    ----------
+    gram_matrix : Tensor, (m, m), float64
+        ⟨g_i, g_j⟩ of the updates as received.
+    cross : Tensor, (m,), float64
+        ⟨g_i, ĝ⟩.
+    targets : Tensor, (m,), float64
+        ρ. A client with a zero update is left out and the others' targets are scaled up to the same sum.
+    ridge : float
+        Solves (K + ridge·I)α = ρ − Uĝ. K has a unit diagonal, so ridge is relative to a client's own weight.
+    rtol : float, optional
+        Directions of U with singular values up to rtol times the largest are dropped, i.e. eigenvalues of K
+        up to rtol² times the largest. Never below a rounding floor of 64·m·eps.
+
+    Raises
+    ------
+    ValueError
+        If an inner product is not finite.
+    """
+    if not bool(torch.isfinite(gram_matrix).all() & torch.isfinite(cross).all()):
+        raise ValueError(
+            "inner products of the updates are not finite: an update holds NaN or Inf or is too large "
+            "to square in float64."
+        )
+    m = gram_matrix.shape[0]
+    norms = gram_matrix.diagonal().sqrt()
+    active = norms > 0
+    inverse = torch.where(active, 1 / torch.where(active, norms, 1.0), 0.0)
+    K = gram_matrix * inverse[:, None] * inverse
+    aligned = cross * inverse  # U ĝ
+    kept = torch.where(active, targets, 0.0)
+    # Σ kept is zero only if every active target is, and then there is nothing to scale.
+    total = kept.sum()
+    rho = kept * torch.where(total != 0, targets.sum() / torch.where(total != 0, total, 1.0), 1.0)
+
+    eigenvalues, vectors = torch.linalg.eigh(K)
+    cut = max(0.0 if rtol is None else rtol**2, _FLOOR * m * torch.finfo(torch.float64).eps)
+    keep = eigenvalues > cut * eigenvalues[-1]
+    scaled = torch.where(keep, 1 / torch.where(keep, eigenvalues + ridge, 1.0), 0.0)
+    alpha = vectors @ (scaled * (vectors.T @ (rho - aligned)))
+
+    alignment = aligned + K @ alpha
+    size = torch.linalg.vector_norm(rho)
+    residual = torch.linalg.vector_norm(torch.where(active, alignment - rho, 0.0)) / torch.where(size > 0, size, 1.0)
+    return Coefficients(alpha * inverse, alignment, residual, keep.sum())
+
+
+def solve(
+    updates: Tensor,
+    targets: Tensor,
+    reference: Tensor | None = None,
+    *,
+    constraint: str = "equality",
+    ridge: float = 0.0,
+    rtol: float | None = None,
+) -> CraftSolution:
+    """Solve min ½‖g − ĝ‖² subject to U g = ρ for one layer.
+
+    Parameters
+    ----------
+    updates : Tensor, (m, d), any real floating dtype
+        Row i is client i's update (its weights after local training minus the global ones). Only the
+        direction of each row matters; a zero row is left out.
+    targets : Tensor, (m,)
+        ρ, the component of g wanted along each unit update.
+    reference : Tensor, (d,), optional
+        ĝ; zero when None.
+    constraint : {"equality"}
+    ridge, rtol
+        See `coefficients`.
+
+    Returns
+    -------
+    CraftSolution
+        In float64, on the device of `updates`.
+
+    Raises
+    ------
+    ValueError
+        On wrong shapes or dtypes, values that are not finite, or an unknown option; one sentence.
+    """
+    check_options(constraint, ridge, rtol)
+    updates = torch.as_tensor(updates)
+    if updates.ndim != 2 or updates.shape[0] == 0 or not updates.is_floating_point():
+        raise ValueError(
+            f"updates must be a floating-point matrix (clients, parameters) with at least one row, "
+            f"not {updates.dtype} of shape {tuple(updates.shape)}."
+        )
+    m, d = updates.shape
+    device = updates.device
+    rho = torch.as_tensor(targets).to(device, torch.float64)
+    if rho.shape != (m,):
+        raise ValueError(f"targets must have one entry per client, shape ({m},), not {tuple(rho.shape)}.")
+    if not bool(torch.isfinite(rho).all()):
+        raise ValueError("targets hold NaN or Inf; give each client a finite share.")
+    start = None
+    if reference is not None:
+        start = torch.as_tensor(reference).to(device, torch.float64)
+        if start.shape != (d,):
+            raise ValueError(f"reference must have one entry per parameter, shape ({d},), not {tuple(start.shape)}.")
+    inner = gram(column_blocks(updates), m, start, device=device)
+    found = coefficients(inner.matrix, inner.cross, rho, ridge=ridge, rtol=rtol)
+    one = torch.ones(1, dtype=torch.float64, device=device)
+    direction = combine(column_blocks(updates), found.coefficients[None], d, start, one).vectors[0]
+    return CraftSolution(direction, found.alignment, float(found.residual), int(found.rank))

@@ -1,0 +1,309 @@
+"""ClientUpdates: what the clients sent in a round, vetted, in canonical order, read without copies.
+
+`FitRes.parameters.tensors` are `.npy` byte strings. They are parsed, never unpickled, and viewed in place;
+an update g_i = θ_i − θ_t exists only a block of columns at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from flwr.common import Code, FitRes, Parameters, Scalar
+from flwr.server.client_proxy import ClientProxy
+from torch import Tensor
+
+from .gram import Combinations, Gram, block_columns, combine, gram
+from .layers import Layer, LayerMap
+
+logger = logging.getLogger(__name__)
+
+Array = npt.NDArray[np.generic]
+OrderKey = Callable[[str], tuple[int, int, str]]
+"""Maps a client id to what clients are sorted by."""
+
+
+class UnusableTensor(ValueError):
+    """A byte string that is not a plain numeric array; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A client whose result is not used this round, and why."""
+
+    client: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"client {self.client}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class LayerDirection:
+    """A proposed direction for one layer and its inner products with the clients' updates.
+
+    Attributes
+    ----------
+    vector : Tensor, (d_q,), float64
+    products : Tensor, (m,), float64
+        ⟨g_i, vector⟩.
+    mean_products : Tensor, (m,), float64
+        ⟨g_i, ḡ⟩ with ḡ = Σ ρ_i g_i, the plain mean.
+    squared_norms : Tensor, (m,), float64
+        ‖g_i‖².
+    diagnostics : mapping of str to Tensor
+        0-d tensors a method reports about this layer (`residual`, `rank`).
+    """
+
+    vector: Tensor
+    products: Tensor
+    mean_products: Tensor
+    squared_norms: Tensor
+    diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def scaled(self, factor: Tensor) -> LayerDirection:
+        """Return the same direction `factor` times as long."""
+        return replace(self, vector=self.vector * factor, products=self.products * factor)
+
+
+def client_order(cid: str) -> tuple[int, int, str]:
+    """Sort key of a client id: numbers by value, then everything else alphabetically."""
+    return (0, int(cid), cid) if cid.lstrip("-").isdecimal() else (1, 0, cid)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
+    """Parse the header of a `.npy` file; equal headers recur for every client, so they are parsed once."""
+    stream = io.BytesIO(header)
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise ValueError(f"format version {version}")
+    return shape, fortran, dtype
+
+
+def decode(data: bytes) -> Array:
+    """View a `.npy` byte string as an array, without a copy and without unpickling.
+
+    Returns
+    -------
+    ndarray
+        Read-only, C-contiguous except where the sender stored Fortran order, native byte order except where
+        the sender stored another.
+
+    Raises
+    ------
+    UnusableTensor
+        If the bytes are not a `.npy` file of numbers of exactly the length its header states.
+    """
+    prefix = data[:12]
+    if len(prefix) < 12 or prefix[:6] != b"\x93NUMPY":
+        raise UnusableTensor("not a .npy array")
+    wide = prefix[6] > 1
+    start = (12 if wide else 10) + int.from_bytes(prefix[8:12] if wide else prefix[8:10], "little")
+    if start > min(len(data), 4096):
+        raise UnusableTensor("its .npy header is longer than the data or than 4096 bytes")
+    try:
+        shape, fortran, dtype = _parse_header(bytes(data[:start]))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise UnusableTensor("its .npy header cannot be read") from error
+    if dtype.kind not in "fiub":
+        raise UnusableTensor(f"dtype {dtype} is not a number")
+    if any(n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != len(data) - start:
+        raise UnusableTensor(f"its header promises shape {shape} of {dtype} but {len(data) - start} bytes follow")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+
+
+def is_finite(array: Array) -> bool:
+    """Say whether an array holds no NaN and no Inf, in one read and without a temporary of its size."""
+    if array.dtype.kind != "f" or array.size == 0:
+        return True
+    with np.errstate(all="ignore"):
+        total = np.add.reduce(array, axis=None, dtype=np.result_type(array.dtype, np.float32))
+        # A finite sum proves it; a sum may also overflow over finite values, and only then each is looked at.
+        return bool(np.isfinite(total)) or bool(np.isfinite(array).all())
+
+
+def decode_all(parameters: Parameters) -> list[Array]:
+    """Decode every tensor of a Flower `Parameters`, as views.
+
+    Raises
+    ------
+    UnusableTensor
+        Naming the position of the first tensor that cannot be read.
+    """
+    arrays = []
+    for i, data in enumerate(parameters.tensors):
+        try:
+            arrays.append(decode(data))
+        except UnusableTensor as error:
+            raise UnusableTensor(f"tensor {i}: {error}") from error
+    return arrays
+
+
+def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap) -> list[Array]:
+    """Return the client's arrays, or raise `UnusableTensor` with the reason why they cannot be used."""
+    code = getattr(res.status, "code", Code.OK)
+    if code is not Code.OK:
+        raise UnusableTensor(f"status {code.name}: {res.status.message}")
+    n = res.num_examples
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0:
+        raise UnusableTensor(f"num_examples is {n!r}, must be a positive integer")
+    if len(res.parameters.tensors) != len(reference):
+        raise UnusableTensor(f"{len(res.parameters.tensors)} tensors, the model has {len(reference)}")
+    arrays = decode_all(res.parameters)
+    for name, kind, array, expected in zip(layers.names, layers.kinds, arrays, reference, strict=True):
+        if array.shape != expected.shape:
+            raise UnusableTensor(f"tensor {name!r} has shape {array.shape}, the model's is {expected.shape}")
+        wanted = "iub" if kind == "counter" else "f"
+        if array.dtype.kind not in wanted:
+            raise UnusableTensor(f"tensor {name!r} has dtype {array.dtype}, the model's is {expected.dtype}")
+        if not is_finite(array):
+            raise UnusableTensor(f"tensor {name!r} holds NaN or Inf")
+    return arrays
+
+
+class ClientUpdates:
+    """The usable updates of one round, clients in canonical order.
+
+    Attributes
+    ----------
+    clients : list of str
+        Ids (`ClientProxy.cid`) of the m accepted clients.
+    num_examples : list of int
+    weights : Tensor, (m,), float64
+        ρ_i = n_i / Σ n, on `device`.
+    metrics : list of dict
+        What each client reported (`FitRes.metrics`).
+    rejected : list of Rejection
+        Clients not used, in canonical order.
+    layers : LayerMap
+    device : torch.device
+        Where blocks are handed out and solves run.
+    """
+
+    def __init__(
+        self,
+        results: Sequence[tuple[ClientProxy, FitRes]],
+        global_arrays: Sequence[Array],
+        layers: LayerMap,
+        *,
+        device: torch.device,
+        order: OrderKey = client_order,
+    ) -> None:
+        self.layers = layers
+        self.device = device
+        self._global = global_arrays
+        self.rejected: list[Rejection] = []
+        accepted: dict[str, tuple[FitRes, list[Array]]] = {}
+        for proxy, res in sorted(results, key=lambda pair: order(pair[0].cid)):
+            try:
+                arrays = _vet(res, global_arrays, layers)
+            except UnusableTensor as error:
+                self.rejected.append(Rejection(proxy.cid, str(error)))
+                continue
+            other = accepted.get(proxy.cid)
+            if other is not None:
+                self.rejected.append(Rejection(proxy.cid, "sent more than one result; one of them is used"))
+                # Which one must not depend on the order of arrival.
+                if _content(res) >= _content(other[0]):
+                    continue
+            accepted[proxy.cid] = (res, arrays)
+        self.clients = list(accepted)
+        self.num_examples = [int(res.num_examples) for res, _ in accepted.values()]
+        self.metrics: list[dict[str, Scalar]] = [dict(res.metrics or {}) for res, _ in accepted.values()]
+        self._arrays = [arrays for _, arrays in accepted.values()]
+        total = sum(self.num_examples)
+        shares = [n / total for n in self.num_examples]
+        self.weights = torch.tensor(shares, dtype=torch.float64, device=device)
+        wide = any(a.dtype.itemsize > 4 for x in (global_arrays, *self._arrays) for a in x if a.dtype.kind == "f")
+        self._stage = np.dtype(np.float64 if wide else np.float32)
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def tensors(self, index: int) -> list[Array]:
+        """Views of one tensor as each client sent it, for averaging buffers and counters."""
+        return [arrays[index] for arrays in self._arrays]
+
+    def blocks(self, layer: Layer) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the (m, d_q) matrix of updates of a layer in float64 column blocks, on `device`."""
+        step = block_columns(len(self))
+        pieces = []  # (tensor, its first column in the layer, its size)
+        offset = 0
+        for t in layer.tensors:
+            size = self._global[t].size
+            pieces.append((t, offset, size))
+            offset += size
+        flat = {t: [a[t].reshape(-1) for a in self._arrays] for t in layer.tensors}
+        start = {t: self._global[t].reshape(-1) for t in layer.tensors}
+        for low in range(0, layer.size, step):
+            high = min(low + step, layer.size)
+            stage = np.empty((len(self) + 1, high - low), self._stage)
+            for t, first, size in pieces:
+                a, b = max(low, first), min(high, first + size)
+                if a >= b:
+                    continue
+                source, target = slice(a - first, b - first), slice(a - low, b - low)
+                stage[-1, target] = start[t][source]
+                for row, array in zip(stage, flat[t], strict=False):
+                    row[target] = array[source]
+            values = torch.from_numpy(stage).to(self.device, torch.float64)
+            yield slice(low, high), values[:-1].sub_(values[-1])
+
+    def layer(self, name: str | int | Layer) -> Tensor:
+        """Return the updates g_i = θ_i − θ_t of one layer, (m, d_q), float64, on `device`.
+
+        Raises
+        ------
+        KeyError
+            If there is no such layer.
+        """
+        layer = self._find(name)
+        out = torch.empty((len(self), layer.size), dtype=torch.float64, device=self.device)
+        for columns, block in self.blocks(layer):
+            out[:, columns] = block
+        return out
+
+    def gram(self, layer: Layer, reference: Tensor | None = None) -> Gram:
+        """Inner products of a layer's updates, and of each with `reference`, (d_q,)."""
+        return gram(self.blocks(layer), len(self), reference, device=self.device)
+
+    def combine(
+        self, layer: Layer, coefficients: Tensor, reference: Tensor | None = None, reference_weight: float = 1.0
+    ) -> LayerDirection:
+        """Form reference_weight·reference + Σ coefficients_i g_i for a layer, in one read of its updates.
+
+        Parameters
+        ----------
+        coefficients : Tensor, (m,), float64
+        reference : Tensor, (d_q,), float64, optional
+        """
+        alpha = torch.stack([coefficients, self.weights])
+        beta = torch.tensor([reference_weight, 0.0], dtype=torch.float64, device=self.device)
+        found: Combinations = combine(self.blocks(layer), alpha, layer.size, reference, beta)
+        return LayerDirection(found.vectors[0], found.products[0], found.products[1], found.squared_norms)
+
+    def _find(self, name: str | int | Layer) -> Layer:
+        if isinstance(name, Layer):
+            return name
+        if isinstance(name, int):
+            return self.layers.layers[name]
+        for layer in self.layers.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(f"there is no layer {name!r}; the layers are {', '.join(x.name for x in self.layers.layers)}.")
+
+
+def _content(res: FitRes) -> tuple[int, list[bytes]]:
+    return int(res.num_examples), list(res.parameters.tensors)
