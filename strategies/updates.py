@@ -10,6 +10,7 @@ import functools
 import io
 import logging
 import math
+import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +29,10 @@ logger = logging.getLogger(__name__)
 Array = npt.NDArray[np.generic]
 OrderKey = Callable[[str], tuple[int, int, str]]
 """Maps a client id to what clients are sorted by."""
+
+
+# What NumPy's header parser (ast and tokenize underneath) raises on text that is no header.
+_UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError)
 
 
 class UnusableTensor(ValueError):
@@ -115,7 +120,7 @@ def decode(data: bytes) -> Array:
         raise UnusableTensor("its .npy header is longer than the data or than 4096 bytes")
     try:
         shape, fortran, dtype = _parse_header(bytes(data[:start]))
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
+    except _UNREADABLE as error:
         raise UnusableTensor("its .npy header cannot be read") from error
     if dtype.kind not in "fiub":
         raise UnusableTensor(f"dtype {dtype} is not a number")

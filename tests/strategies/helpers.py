@@ -1,0 +1,67 @@
+"""What the strategy tests share: clients without a network, and results without clients."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server.client_manager import SimpleClientManager
+from flwr.server.client_proxy import ClientProxy
+
+
+class Proxy(ClientProxy):
+    """A client that is only an id."""
+
+    def get_properties(self, ins, timeout, group_id):
+        raise ValueError("no such client")
+
+    def get_parameters(self, ins, timeout, group_id):
+        raise ValueError("no such client")
+
+    def fit(self, ins, timeout, group_id):
+        raise ValueError("no such client")
+
+    def evaluate(self, ins, timeout, group_id):
+        raise ValueError("no such client")
+
+    def reconnect(self, ins, timeout, group_id):
+        raise ValueError("no such client")
+
+
+def manager(cids: Sequence[str]) -> SimpleClientManager:
+    found = SimpleClientManager()
+    for cid in cids:
+        found.register(Proxy(cid))
+    return found
+
+
+def result(cid, arrays, num_examples=10, metrics=None) -> tuple[ClientProxy, FitRes]:
+    parameters = arrays if isinstance(arrays, Parameters) else ndarrays_to_parameters(arrays)
+    return Proxy(str(cid)), FitRes(Status(Code.OK, ""), parameters, num_examples, metrics or {})
+
+
+def arrays_of(parameters) -> list[np.ndarray]:
+    assert parameters is not None
+    return parameters_to_ndarrays(parameters)
+
+
+def model(seed=0, dtype=np.float32) -> list[np.ndarray]:
+    """A small model: a matrix, a vector, a 0-d float and an int64 counter."""
+    rng = np.random.default_rng(seed)
+    return [
+        rng.normal(size=(4, 3)).astype(dtype),
+        rng.normal(size=3).astype(dtype),
+        np.array(rng.normal(), dtype=dtype),
+        np.array(3, dtype=np.int64),
+    ]
+
+
+def trained(start, count, seed=1, scale=0.1):
+    """`count` clients' models near `start`; counters move by the client's position."""
+    rng = np.random.default_rng(seed)
+    return [
+        [
+            (a + scale * rng.normal(size=a.shape)).astype(a.dtype) if a.dtype.kind == "f" else np.asarray(a + i)
+            for a in start
+        ]
+        for i in range(count)
+    ]

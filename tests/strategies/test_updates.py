@@ -1,0 +1,192 @@
+"""Vetting, decoding and block-wise reading of what clients sent."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
+
+from strategies import ClientUpdates, LayerMap
+from strategies.updates import UnusableTensor, client_order, decode
+
+from .helpers import Proxy, model, result, trained
+
+
+def npy(array, **kwargs):
+    stream = io.BytesIO()
+    np.save(stream, array, **kwargs)
+    return stream.getvalue()
+
+
+def updates(results, start=None, device="cpu", layers=None):
+    start = model() if start is None else start
+    return ClientUpdates(results, start, layers or LayerMap.from_arrays(start), device=torch.device(device))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.asfortranarray(np.arange(6, dtype=np.float64).reshape(2, 3)),
+        np.array(5, dtype=np.int64),
+        np.array([True, False]),
+        np.zeros((0, 3), np.float16),
+        np.arange(3, dtype=">f4"),
+    ],
+)
+def test_decoding_is_what_numpy_loads_without_a_copy(array):
+    data = npy(array)
+    view = decode(data)
+    np.testing.assert_array_equal(view, array)
+    assert view.dtype == array.dtype
+    assert view.shape == array.shape
+    if view.size:
+        assert np.shares_memory(view, np.frombuffer(data, np.uint8))
+
+
+def header(text, body=b""):
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1") + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x93NUMPY",
+        b"not an array at all",
+        npy(np.array([1, "a"], dtype=object), allow_pickle=True),
+        npy(np.array(["text"])),
+        npy(np.array([1j])),
+        npy(np.zeros(2, dtype=[("a", "f4")])),
+        npy(np.zeros(4, np.float32))[:-1],
+        npy(np.zeros(4, np.float32)) + b"\0",
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,)}", b"\0" * 8),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (-2,)}", b""),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (2"),
+        header("__import__('os').system('true')"),
+        header("[" * 3000),
+        b"\x93NUMPY\x09\x00" + b"\0" * 20,
+        b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{}",
+    ],
+)
+def test_bytes_that_are_not_a_plain_array_are_refused(data):
+    with pytest.raises(UnusableTensor):
+        decode(data)
+
+
+def bad(change):
+    """A client's result, spoilt by `change(arrays)`."""
+    arrays = trained(model(), 1)[0]
+    changed = change(arrays)
+    return result("bad", arrays if changed is None else changed)
+
+
+def nan(value):
+    def change(arrays):
+        arrays[0][1, 2] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "words"),
+    [
+        (bad(nan(np.nan)), "'tensor0' holds NaN or Inf"),
+        (bad(nan(-np.inf)), "'tensor0' holds NaN or Inf"),
+        (bad(lambda a: a[:-1]), "3 tensors, the model has 4"),
+        (bad(lambda a: [*a, a[0]]), "5 tensors, the model has 4"),
+        (bad(lambda a: []), "0 tensors"),
+        (bad(lambda a: [a[0].T, *a[1:]]), r"shape \(3, 4\), the model's is \(4, 3\)"),
+        (bad(lambda a: [a[0], a[1], a[2].reshape(1), a[3]]), "shape"),
+        (bad(lambda a: [a[0].astype(np.int32), *a[1:]]), "dtype int32"),
+        (bad(lambda a: [*a[:3], a[3].astype(np.float32)]), "dtype float32"),
+        (bad(lambda a: [a[0] + 1j, *a[1:]]), "complex64 is not a number"),
+        (result("bad", Parameters([b"junk"] * 4, "numpy.ndarray")), "tensor 0: not a .npy array"),
+        (result("bad", trained(model(), 1)[0], 0), "num_examples is 0"),
+        (result("bad", trained(model(), 1)[0], -1), "num_examples is -1"),
+        (result("bad", trained(model(), 1)[0], float("nan")), "num_examples is nan"),
+        (result("bad", trained(model(), 1)[0], True), "num_examples is True"),
+        (
+            (
+                Proxy("bad"),
+                FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "no fit"), ndarrays_to_parameters(model()), 3, {}),
+            ),
+            "FIT_NOT_IMPLEMENTED: no fit",
+        ),
+    ],
+)
+def test_an_unusable_result_is_rejected_with_its_reason(spoilt, words):
+    good = [result(i, a) for i, a in enumerate(trained(model(), 2))]
+    found = updates([good[0], spoilt, good[1]])
+    assert found.clients == ["0", "1"]
+    assert [r.client for r in found.rejected] == ["bad"]
+    assert re.search(words, found.rejected[0].reason)
+    assert found.weights.tolist() == [0.5, 0.5]
+
+
+def test_finite_values_whose_sum_overflows_are_accepted():
+    start = [np.zeros(4, np.float32)]
+    found = updates([result(0, [np.full(4, 3e38, np.float32)])], start)
+    assert len(found) == 1
+
+
+def test_of_two_results_by_one_client_the_same_is_used_in_any_order_of_arrival():
+    one, two = trained(model(), 2)
+    first = updates([result("a", one, 5), result("a", two, 7), result("b", one)])
+    second = updates([result("b", one), result("a", two, 7), result("a", one, 5)])
+    assert first.clients == second.clients == ["a", "b"]
+    assert first.num_examples == second.num_examples
+    assert len(first.rejected) == len(second.rejected) == 1
+    assert "more than one result" in first.rejected[0].reason
+
+
+def test_canonical_order_is_numeric_where_ids_are_numbers():
+    assert sorted(["b", "10", "9", "-3", "a", "007"], key=client_order) == ["-3", "007", "9", "10", "a", "b"]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_layer_is_the_difference_to_the_global_model_in_float64(dtype, device):
+    start = [a.astype(dtype) if a.dtype.kind == "f" else a for a in model()]
+    clients = trained(start, 3)
+    layers = LayerMap.from_names(["fc.weight", "fc.bias", "scale", "steps"], [a.shape for a in start])
+    found = updates([result(i, a) for i, a in enumerate(clients)], start, device, layers.for_arrays(start))
+    expected = [
+        np.concatenate([(a[t].astype(np.float64) - start[t].astype(np.float64)).ravel() for t in (0, 1)])
+        for a in clients
+    ]
+    np.testing.assert_array_equal(found.layer("fc").cpu(), np.stack(expected))
+    assert found.layer("fc").device.type == device
+    with pytest.raises(KeyError, match="fc, scale"):
+        found.layer("conv")
+
+
+def test_a_layer_wider_than_a_block_comes_in_pieces(monkeypatch):
+    monkeypatch.setattr("strategies.gram.BLOCK_BYTES", 1)  # 64 columns, the least
+    rng = np.random.default_rng(0)
+    start = [rng.normal(size=(20, 7)), rng.normal(size=150)]
+    clients = [[a + rng.normal(size=a.shape) for a in start] for _ in range(3)]
+    layers = LayerMap.from_names(["fc.weight", "fc.bias"], [a.shape for a in start])
+    found = updates([result(i, a) for i, a in enumerate(clients)], start, layers=layers)
+    pieces = list(found.blocks(layers.layers[0]))
+    assert [b.shape[1] for _, b in pieces] == [64, 64, 64, 64, 34]
+    G = np.stack([np.concatenate([(x - y).ravel() for x, y in zip(a, start, strict=True)]) for a in clients])
+    np.testing.assert_array_equal(torch.cat([b for _, b in pieces], 1), G)
+    reference = torch.tensor(rng.normal(size=290))
+    inner = found.gram(layers.layers[0], reference)
+    np.testing.assert_allclose(inner.matrix, G @ G.T, rtol=1e-12)
+    np.testing.assert_allclose(inner.cross, G @ reference.numpy(), rtol=1e-10)
+    alpha = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
+    out = found.combine(layers.layers[0], alpha, reference, 0.3)
+    expected = 0.3 * reference.numpy() + alpha.numpy() @ G
+    np.testing.assert_allclose(out.vector, expected, rtol=1e-12)
+    np.testing.assert_allclose(out.products, G @ expected, rtol=1e-10)
+    np.testing.assert_allclose(out.mean_products, G @ G.mean(0), rtol=1e-10)
+    np.testing.assert_allclose(out.squared_norms, (G**2).sum(1), rtol=1e-12)
+
+
+def test_a_float64_global_model_keeps_its_digits_with_float32_clients():
+    start = [np.array([1 + 1e-12])]
+    found = updates([result(0, [np.array([1], np.float32)])], start)
+    assert found.layer(0).item() == pytest.approx(-1e-12, rel=1e-3)
