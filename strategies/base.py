@@ -115,8 +115,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)
-        _require(math.isfinite(server_lr) and server_lr > 0, "server_lr", server_lr, "a finite number > 0")
-        _require(0 < server_lr_decay <= 1, "server_lr_decay", server_lr_decay, "in (0, 1]")
+        number = isinstance(server_lr, int | float) and math.isfinite(server_lr) and server_lr > 0
+        _require(number, "server_lr", server_lr, "a finite number > 0")
+        number = isinstance(server_lr_decay, int | float) and 0 < server_lr_decay <= 1
+        _require(number, "server_lr_decay", server_lr_decay, "in (0, 1]")
         _require(isinstance(seed, int) and seed >= 0, "seed", seed, "an integer ≥ 0")
         _require(max_failed_rounds >= 1, "max_failed_rounds", max_failed_rounds, "at least 1")
         if isinstance(min_completed, float):

@@ -1,0 +1,61 @@
+"""What every task offers to the client app and to the server's evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from client_apps.training import TrainResult
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model on the test splits of some clients, one entry for each in the order asked.
+
+    Parameters
+    ----------
+    num_examples : ndarray of int64
+        Test samples; 0 is possible.
+    correct : ndarray of int64
+        Those classified correctly.
+    loss_sum : ndarray of float64
+        Sum of the losses.
+    """
+
+    num_examples: NDArray[np.int64]
+    correct: NDArray[np.int64]
+    loss_sum: NDArray[np.float64]
+
+
+class Task(Protocol):
+    """A learning problem dealt to `num_clients` clients, numbered from 0."""
+
+    def __hash__(self) -> int:
+        """By identity: what belongs to a task, such as a worker's model, is kept under it."""
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+
+    def check(self) -> None:
+        """Read the data and raise ConfigError for whatever could stop a client later."""
+
+    def new_model(self) -> nn.Module:
+        """Make the initial model, the same for the same seed."""
+
+    def train_size(self, cid: int) -> int:
+        """Size of a client's training split."""
+
+    def test_size(self, cid: int) -> int:
+        """Size of a client's test split."""
+
+    def train(self, model: nn.Module, cid: int, server_round: int) -> TrainResult:
+        """Train the model in place on a client's training split."""
+
+    def evaluate(self, model: nn.Module, cids: Sequence[int]) -> Evaluation:
+        """Evaluate the model on the test splits of some clients."""

@@ -1,0 +1,221 @@
+"""Image classification: cross-entropy and accuracy on any data set of `client_apps.data`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from client_apps import data, models
+from client_apps.config import ClientConfig, DatasetConfig, choice, integer, read
+from client_apps.data.partition import partition
+from client_apps.data.transforms import Normalise, random_crop_flip
+from client_apps.errors import ConfigError
+from client_apps.tasks.base import Evaluation
+from client_apps.training import TrainResult, isolated_rng, local_sgd
+
+
+class Split(NamedTuple):
+    """Sample indices of one client."""
+
+    train: NDArray[np.int64]
+    test: NDArray[np.int64]
+
+
+class ClassificationTask:
+    """A data set dealt to clients, a model, and how each client trains and tests it.
+
+    Constructing checks the configuration and reads no data; the data is read when first needed.
+
+    Parameters
+    ----------
+    cfg : Mapping[str, Any]
+        The composed configuration. Read are `seed`, `num_clients`, `data_dir`, `dataset`
+        (`DatasetConfig`), `model` (`client_apps.models.build`), `client` (`ClientConfig`) and
+        `evaluation.batch_size` (1024).
+
+    Raises
+    ------
+    ConfigError
+        A key is unknown, missing or out of range, or the model does not fit the images.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        for key in ("seed", "num_clients", "dataset", "model", "client"):
+            if key not in cfg:
+                raise ConfigError(f"{key} is missing; set it in the configuration.")
+        integer("seed", cfg["seed"], 0)
+        integer("num_clients", cfg["num_clients"], 1)
+        self.seed: int = cfg["seed"]
+        self.num_clients: int = cfg["num_clients"]
+        self.data_dir: str | None = cfg.get("data_dir")
+        self.dataset = read(DatasetConfig, cfg["dataset"], "dataset")
+        self.client = read(ClientConfig, cfg["client"], "client")
+        self.eval_batch_size: int = (cfg.get("evaluation") or {}).get("batch_size", 1024)
+        integer("evaluation.batch_size", self.eval_batch_size, 1)
+        choice("dataset.name", self.dataset.name, data.SOURCES)
+        self.source = data.SOURCES[self.dataset.name]
+        self._model_config = cfg["model"]
+        self.new_model()  # refuses a model that does not fit
+
+    def check(self) -> None:
+        """Read and deal the data and look for the device.
+
+        Raises
+        ------
+        ConfigError
+            The data is missing or damaged, does not suffice for the clients, or there is no such device.
+        """
+        _ = self._splits, self.device
+
+    def new_model(self) -> nn.Module:
+        """Make the initial model on the CPU, bit for bit the same for the same seed."""
+        with isolated_rng(self.seed, torch.device("cpu")):
+            return models.build(
+                self._model_config,
+                channels=self.source.channels,
+                side=self.source.side,
+                num_classes=self.source.num_classes,
+            )
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where models are trained and evaluated."""
+        name = self.client.device
+        if name == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+            raise ConfigError(f"client.device must be auto, cpu, cuda or cuda:<index>, not {name!r}.")
+        device = torch.device(name)
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"client.device={name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs; "
+                "use client.device=auto."
+            )
+        return device
+
+    def train_size(self, cid: int) -> int:
+        """Size of a client's training split, at least 1."""
+        return len(self._split(cid).train)
+
+    def test_size(self, cid: int) -> int:
+        """Size of a client's test split, possibly 0."""
+        return len(self._split(cid).test)
+
+    def train(self, model: nn.Module, cid: int, server_round: int) -> TrainResult:
+        """Train the model in place on a client's training split.
+
+        Everything random is drawn from (seed, cid, server_round), so on a CPU with one thread the result
+        is the same bit for bit wherever and in whatever order clients run.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Moved to `device`.
+        cid : int
+            Client, from 0.
+        server_round : int
+            Round, from 1; the learning rate is lr * lr_decay^(server_round - 1).
+        """
+        options = self.client
+        images, labels = self._tensors(self._split(cid).train)
+        return local_sgd(
+            model.to(self.device),
+            images,
+            labels,
+            transform=self._training_input,
+            lr=options.lr * options.lr_decay ** (server_round - 1),
+            momentum=options.momentum,
+            weight_decay=options.weight_decay,
+            epochs=options.local_epochs,
+            batch_size=options.batch_size,
+            seed=_seed(self.seed, cid, server_round),
+        )
+
+    def evaluate(self, model: nn.Module, cids: Sequence[int]) -> Evaluation:
+        """Evaluate the model on the test splits of some clients, all in one pass.
+
+        Parameters
+        ----------
+        model : nn.Module
+            Moved to `device` and left in evaluation mode.
+        cids : Sequence[int]
+            Clients, from 0.
+        """
+        tests = [self._split(cid).test for cid in cids]
+        sizes = np.array([len(test) for test in tests], dtype=np.int64)
+        indices = np.concatenate([*tests, np.empty(0, np.int64)])
+        # Tensors made in inference mode cannot be trained, so model and normalisation get ready before.
+        model.to(self.device).eval()
+        normalise = self._normalise
+        correct, losses = [], []
+        with torch.inference_mode():
+            for start in range(0, max(len(indices), 1), self.eval_batch_size):
+                images, labels = self._tensors(indices[start : start + self.eval_batch_size])
+                logits = model(normalise(images))
+                correct.append(logits.argmax(1) == labels)
+                losses.append(F.cross_entropy(logits, labels, reduction="none"))
+        owner = np.repeat(np.arange(len(sizes)), sizes)
+        right = torch.cat(correct).cpu().numpy()
+        loss = torch.cat(losses).double().cpu().numpy()
+        return Evaluation(
+            num_examples=sizes,
+            correct=np.bincount(owner[right], minlength=len(sizes)).astype(np.int64),
+            loss_sum=np.bincount(owner, weights=loss, minlength=len(sizes)).astype(np.float64),
+        )
+
+    @cached_property
+    def _samples(self) -> data.Samples:
+        return data.load(self.dataset.name, self.data_dir, self.dataset.hub)
+
+    @cached_property
+    def _splits(self) -> list[Split]:
+        parts = partition(
+            self._samples.labels,
+            self._samples.owners,
+            num_clients=self.num_clients,
+            seed=self.seed,
+            **self.dataset.partition,
+        )
+        return [self._split_locally(cid, part) for cid, part in enumerate(parts)]
+
+    def _split_locally(self, cid: int, part: NDArray[np.int64]) -> Split:
+        """Hold out the rounded test_fraction, at least 1 of 2 or more, and leave at least 1 to train on."""
+        shuffled = np.random.default_rng([self.seed, cid]).permutation(part)[: self.dataset.max_samples]
+        held_out = 0
+        if self.dataset.test_fraction > 0 and len(shuffled) >= 2:
+            held_out = min(max(round(len(shuffled) * self.dataset.test_fraction), 1), len(shuffled) - 1)
+        return Split(train=np.sort(shuffled[held_out:]), test=np.sort(shuffled[:held_out]))
+
+    def _split(self, cid: int) -> Split:
+        if not 0 <= cid < self.num_clients:
+            raise ConfigError(
+                f"There is no client {cid}: num_clients={self.num_clients}, numbered from 0; "
+                "raise num_clients or use a smaller number."
+            )
+        return self._splits[cid]
+
+    def _tensors(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        images = torch.from_numpy(self._samples.images[indices])
+        return images.to(self.device), torch.from_numpy(self._samples.labels[indices]).to(self.device)
+
+    @cached_property
+    def _normalise(self) -> Normalise:
+        return Normalise(self.source.mean, self.source.std, self.device)
+
+    def _training_input(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        if self.dataset.augment == "crop_flip":
+            images = random_crop_flip(images, generator)
+        return self._normalise(images)
+
+
+def _seed(*words: int) -> int:
+    """Mix integers into one seed of 63 bits, so that neighbouring clients and rounds are unrelated."""
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -1,0 +1,1 @@
+"""Run, track and report federated experiments."""

@@ -1,0 +1,1 @@
+"""Benchmarks: what the solves cost, each beside what it is compared with, in one run."""

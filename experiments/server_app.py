@@ -1,0 +1,103 @@
+"""The ServerApp: a strategy from the configuration, evaluation, and what the run leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import rich
+import torch
+from flwr.app import Context
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.serverapp import Grid, ServerApp
+
+from client_apps.arrays import get_arrays
+from client_apps.errors import ConfigError
+from client_apps.tasks import Task
+from strategies import LayerMap, UpdateStrategy, partition_order
+
+from .config import build_strategy, check, from_run_config
+from .evaluation import Evaluator
+from .tracking import RunTracker, TrackedStrategy
+
+_THREADS = 64
+
+
+def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> UpdateStrategy:
+    """Make the configured strategy for the task's model, evaluated as `cfg["evaluation"]` says."""
+    model = task.new_model()
+    clients = cfg["num_clients"]
+    evaluator = Evaluator(task, clients, tracker.log_clients)
+    if cfg["evaluation"]["mode"] == "server":
+        evaluation: dict[str, Any] = {"evaluate_fn": evaluator.on_server, "fraction_evaluate": 0.0}
+    else:
+        evaluation = {
+            "fraction_evaluate": 1.0,
+            "on_evaluate_config_fn": evaluator.start_round,
+            "evaluate_metrics_aggregation_fn": evaluator.from_clients,
+        }
+    return build_strategy(
+        cfg,
+        layers=LayerMap.from_module(model),
+        initial_parameters=ndarrays_to_parameters(get_arrays(model)),
+        seed=cfg["seed"],
+        fraction_fit=0.0,  # min_fit_clients alone sets the cohort: no fraction that rounds the wrong way
+        min_fit_clients=cfg["clients_per_round"],
+        min_evaluate_clients=0,
+        min_available_clients=clients,
+        partition_order=partition_order,
+        **evaluation,
+    )
+
+
+def make_server_app(cfg: Mapping[str, Any], task: Task) -> ServerApp:
+    """Make the ServerApp of a checked configuration."""
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        serve(cfg, task, grid, context)
+
+    return app
+
+
+def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> None:
+    """Run all rounds on a grid; the last global model is saved even if the run fails."""
+    connected = len(list(grid.get_node_ids()))
+    if connected > cfg["num_clients"]:
+        raise ConfigError(
+            f"the federation has {connected} nodes but num_clients={cfg['num_clients']}; "
+            "set num_clients to the number of nodes."
+        )
+    rounds, every = cfg["num_rounds"], cfg["evaluation"]["every"]
+    with RunTracker(
+        Path(cfg["output_dir"]), config=cfg, num_rounds=rounds, console=rich.get_console(), **cfg["tracking"]
+    ) as tracker:
+        strategy = TrackedStrategy(
+            make_strategy(cfg, task, tracker),
+            tracker,
+            evaluate_in=lambda number: number % every == 0 or number == rounds,
+        )
+        server = Server(client_manager=SimpleClientManager(), strategy=strategy)
+        # A thread waits for each client in flight, polling; Flower's default of a few leaves workers idle.
+        server.set_max_workers(min(_THREADS, cfg["num_clients"]))
+        components = ServerAppComponents(server=server, config=ServerConfig(num_rounds=rounds))
+        try:
+            ServerApp(server_fn=lambda _: components)(grid, context)
+        finally:
+            if strategy.parameters is not None:
+                names = task.new_model().state_dict()
+                arrays = parameters_to_ndarrays(strategy.parameters)
+                tracker.save_model({n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
+
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Entry of the Flower app bundle: compose what the run config asks for, and run it."""
+    cfg = from_run_config(context.run_config)
+    serve(cfg, check(cfg), grid, context)

@@ -1,0 +1,397 @@
+"""What a run leaves behind: its configuration, one record per round, per-client results, the final model."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
+from flwr.server.strategy import Strategy
+from numpy.typing import ArrayLike
+from omegaconf import OmegaConf
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import save_file
+from torch import Tensor
+
+_CLIENTS = pa.schema(
+    [
+        ("round", pa.int32()),
+        ("client", pa.int32()),
+        ("num_examples", pa.int32()),
+        ("accuracy", pa.float32()),
+        ("loss", pa.float32()),
+    ]
+)
+# A Parquet file cannot be appended to, so it is rewritten whole: rarely enough to cost nothing, often enough
+# that a killed process loses little.
+_REWRITE_SECONDS = 30.0
+# Without a terminal: about this many lines a run, and a sign of life in between.
+_PLAIN_LINES = 20
+_PLAIN_SECONDS = 60.0
+_EVALUATION = {"accuracy": "  accuracy {:.1%}", "worst10": "  worst10 {:.1%}", "loss": "  loss {:.3f}"}
+_SOLVE = {
+    "conflict_share_after": "  conflict {:.0%}",
+    "clients_accepted": "  clients {}",
+    "clients_sampled": "/{}",
+}
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that becomes ``path`` in one step, so that no crash leaves half a file."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _plain(name: str, value: Any) -> bool | int | float | str | None:
+    """Return ``value`` as strict JSON can hold it: NumPy and torch scalars unwrapped, NaN and Inf as None."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise TypeError(
+        f"Metric {name!r} is a {type(value).__name__}, but a round holds numbers, strings, booleans and None."
+    )
+
+
+class _Display:
+    """A live progress bar in a terminal, now and then a line elsewhere."""
+
+    def __init__(self, num_rounds: int, console: Console) -> None:
+        self.num_rounds = num_rounds
+        self.console = console
+        self.printed = time.monotonic()
+        self.evaluated = (0, "")  # the latest evaluation's round and text
+        self.bar = Progress(
+            "round",
+            MofNCompleteColumn(),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            "left",
+            TimeRemainingColumn(),
+            "{task.fields[summary]}",
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("", total=num_rounds, summary="")
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        done = record["round"]
+        if evaluation := _texts(record, _EVALUATION):
+            self.evaluated = (done, evaluation)
+        measured, summary = self.evaluated
+        if summary and measured != done:
+            summary += f" (round {measured})"
+        summary += _texts(record, _SOLVE)
+        if self.console.is_terminal:
+            self.bar.update(self.task, completed=done, summary=summary.strip())
+            return
+        due = done % max(1, self.num_rounds // _PLAIN_LINES) == 0 or done == self.num_rounds
+        if due or time.monotonic() - self.printed > _PLAIN_SECONDS:
+            self.printed = time.monotonic()
+            line = f"round {done:>{len(str(self.num_rounds))}}/{self.num_rounds} {record['seconds']:7.1f} s"
+            self.console.print(line + summary, highlight=False, markup=False, soft_wrap=True)
+
+
+def _texts(record: Mapping[str, Any], forms: Mapping[str, str]) -> str:
+    return "".join(form.format(record[name]) for name, form in forms.items() if record.get(name) is not None)
+
+
+class RunTracker:
+    """Write a run's folder while the run goes on; use it as a context manager.
+
+    ======================  ==========================================================================
+    ``config.yaml``         the composed configuration
+    ``metrics.jsonl``       one line of strict JSON per round, complete and flushed
+    ``clients.parquet``     one row per evaluated client and round, see `log_clients`
+    ``model.safetensors``   the final model, see `save_model`
+    ``events.out.*``        TensorBoard scalars
+    ``status.json``         on leaving the context: status ("finished" or "failed"), error (one line or
+                            null), seconds, and rounds, the last one logged
+    ======================  ==========================================================================
+
+    Parameters
+    ----------
+    output_dir : Path
+        The run's folder, created where missing; it must not hold another run.
+    config : mapping
+        The composed configuration as plain containers.
+    num_rounds : int
+        Rounds the run is going to take.
+    tensorboard : bool
+        Also write TensorBoard events, one scalar per numeric metric.
+    progress : bool
+        Show a progress bar, or where the console is no terminal, about twenty lines per run.
+    console : rich.console.Console, optional
+        Where progress goes; standard output by default.
+
+    Raises
+    ------
+    FileExistsError
+        On entering the context, if the folder already holds a run. Nothing is overwritten.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        config: Mapping[str, Any],
+        num_rounds: int,
+        tensorboard: bool,
+        progress: bool,
+        console: Console | None = None,
+    ) -> None:
+        self.output_dir = Path(output_dir)
+        self._config = OmegaConf.to_yaml(OmegaConf.create(dict(config)))
+        self._writer: Any = None
+        self._tensorboard = tensorboard
+        self._display = _Display(num_rounds, console or Console()) if progress else None
+        self._last_round = 0
+        self._clients: list[pa.Table] = []
+
+    def __enter__(self) -> Self:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        path = self.output_dir / "metrics.jsonl"
+        with ExitStack() as opened:
+            try:
+                self._lines = opened.enter_context(path.open("x", encoding="utf-8"))
+            except FileExistsError:
+                raise FileExistsError(
+                    f"{path} holds an earlier run: choose another output_dir, or move that run away."
+                ) from None
+            with _replacing(self.output_dir / "config.yaml") as temporary:
+                temporary.write_text(self._config, encoding="utf-8")
+            if self._tensorboard:
+                from torch.utils.tensorboard import SummaryWriter  # slow to import, and not every run wants it
+
+                self._writer = opened.enter_context(SummaryWriter(str(self.output_dir)))
+            if self._display:
+                opened.enter_context(self._display.bar)
+            self._opened = opened.pop_all()
+        self._start = self._round_start = self._rewritten = time.monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._opened:  # closed whatever happens to the last writes
+            self._write_clients()
+            status = {
+                "status": "finished" if error is None else "failed",
+                "error": None if error is None else _one_line(error),
+                "seconds": time.monotonic() - self._start,
+                "rounds": self._last_round,
+            }
+            with _replacing(self.output_dir / "status.json") as temporary:
+                temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
+
+    def log_round(self, record: Mapping[str, Any]) -> None:
+        """Write one round; ``seconds`` since the start and ``round_seconds`` are added.
+
+        Parameters
+        ----------
+        record : mapping of str to bool, int, float, str or None
+            ``round`` (0 for the initial model) and the metrics; NaN and Inf are written as null.
+
+        Raises
+        ------
+        KeyError
+            If ``round`` is missing.
+        TypeError
+            If a value is of another type.
+        """
+        now = time.monotonic()
+        timing = {"seconds": now - self._start, "round_seconds": now - self._round_start}
+        row = {"round": record["round"], **record, **timing}
+        row = {name: _plain(name, value) for name, value in row.items()}
+        self._lines.write(json.dumps(row, allow_nan=False) + "\n")
+        self._lines.flush()
+        self._round_start = now
+        self._last_round = row["round"]
+        if self._writer:
+            for name, value in row.items():
+                if name != "round" and isinstance(value, int | float):
+                    self._writer.add_scalar(name, value, row["round"])
+        if self._display:
+            self._display.update(row)
+
+    def log_clients(
+        self, round: int, client_ids: ArrayLike, num_examples: ArrayLike, accuracy: ArrayLike, loss: ArrayLike
+    ) -> None:
+        """Add one row per client to ``clients.parquet``.
+
+        Its columns are round, client, num_examples (int32), accuracy and loss (float32). It is complete once
+        the context is left, with or without an exception, and in between as of the last half minute.
+
+        Parameters
+        ----------
+        round : int
+            The round these results belong to.
+        client_ids, num_examples, accuracy, loss : array_like, shape (n,)
+            One entry per client; NaN where a client has no test data.
+        """
+        ids = np.asarray(client_ids)
+        columns = (np.full(len(ids), round), ids, num_examples, accuracy, loss)
+        arrays = [np.asarray(column) for column in columns]
+        self._clients.append(pa.table(dict(zip(_CLIENTS.names, arrays, strict=True)), schema=_CLIENTS))
+        if time.monotonic() - self._rewritten > _REWRITE_SECONDS:
+            self._write_clients()
+
+    def _write_clients(self) -> None:
+        if self._clients:
+            with _replacing(self.output_dir / "clients.parquet") as temporary:
+                pq.write_table(pa.concat_tables(self._clients), temporary)
+        self._rewritten = time.monotonic()
+
+    def save_model(self, state: Mapping[str, Tensor]) -> None:
+        """Write the final model, e.g. a ``state_dict()``, to ``model.safetensors``."""
+        # clone: safetensors refuses tied weights and views of one storage
+        tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+        with _replacing(self.output_dir / "model.safetensors") as temporary:
+            save_file(tensors, temporary)
+
+
+class TrackedStrategy(Strategy):
+    """A strategy that reports each round to a tracker, exactly once, and otherwise is the one it wraps.
+
+    A round's record holds what ``aggregate_fit``, ``evaluate`` and ``aggregate_evaluate`` report. Where they
+    share a name, the server's evaluation keeps it and the others become ``federated_<name>`` and
+    ``fit_<name>``. An exception of the strategy is recorded as ``error``, next to what the round has reported
+    so far, and raised again.
+
+    Parameters
+    ----------
+    strategy : flwr.server.strategy.Strategy
+        The strategy to run.
+    tracker : RunTracker
+        Where the rounds go.
+    evaluate_in : callable
+        Says of a round's number whether the global model is evaluated in it; by default in every one.
+
+    Attributes
+    ----------
+    parameters : flwr.common.Parameters or None
+        The current global model: what ``aggregate_fit`` last returned, before that the initial parameters.
+    """
+
+    def __init__(
+        self, strategy: Strategy, tracker: RunTracker, evaluate_in: Callable[[int], bool] = lambda _: True
+    ) -> None:
+        self.strategy = strategy
+        self.tracker = tracker
+        self.evaluate_in = evaluate_in
+        self.parameters: Parameters | None = None
+        self._round: int | None = None
+        self._stages: dict[str, dict[str, Any]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "strategy":  # not constructed yet, as in copy.copy
+            raise AttributeError(name)
+        return getattr(self.strategy, name)
+
+    def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
+        """Delegate, and keep the initial parameters."""
+        self.parameters = self.strategy.initialize_parameters(client_manager)
+        return self.parameters
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """Delegate, and begin the round's record."""
+        self.parameters = parameters  # also where a client supplied the initial ones
+        with self._recording_errors(server_round):
+            return self.strategy.configure_fit(server_round, parameters, client_manager)
+
+    def aggregate_fit(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, FitRes]],
+        failures: list[tuple[ClientProxy, FitRes] | BaseException],
+    ) -> tuple[Parameters | None, dict[str, Scalar]]:
+        """Delegate, and record the metrics."""
+        with self._recording_errors(server_round):
+            parameters, metrics = self.strategy.aggregate_fit(server_round, results, failures)
+        self._stages["fit"] = dict(metrics)
+        if parameters is not None:
+            self.parameters = parameters
+        return parameters, metrics
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
+        """Delegate, and record loss and metrics; round 0 is complete with it."""
+        with self._recording_errors(server_round):
+            result = self.strategy.evaluate(server_round, parameters) if self.evaluate_in(server_round) else None
+        if result is not None:
+            self._stages["evaluate"] = {"loss": result[0], **result[1]}
+        if server_round == 0:
+            self.parameters = parameters
+            self._finish()
+        return result
+
+    def configure_evaluate(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, EvaluateIns]]:
+        """Delegate; without clients to evaluate on, the round is complete."""
+        with self._recording_errors(server_round):
+            instructions = (
+                self.strategy.configure_evaluate(server_round, parameters, client_manager)
+                if self.evaluate_in(server_round)
+                else []
+            )
+        if not instructions:
+            self._finish()
+        return instructions
+
+    def aggregate_evaluate(
+        self,
+        server_round: int,
+        results: list[tuple[ClientProxy, EvaluateRes]],
+        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
+    ) -> tuple[float | None, dict[str, Scalar]]:
+        """Delegate, record loss and metrics, and complete the round."""
+        with self._recording_errors(server_round):
+            loss, metrics = self.strategy.aggregate_evaluate(server_round, results, failures)
+        self._stages["federated"] = {"loss": loss, **metrics}
+        self._finish()
+        return loss, metrics
+
+    @contextmanager
+    def _recording_errors(self, server_round: int) -> Iterator[None]:
+        if server_round != self._round:
+            self._finish()  # a server that never evaluates leaves its last round open
+            self._round = server_round
+        try:
+            yield
+        except Exception as error:
+            self._stages["error"] = {"error": _one_line(error), **getattr(error, "metrics", {})}
+            self._finish()
+            raise
+
+    def _finish(self) -> None:
+        """Log the open round, if there is one."""
+        record: dict[str, Any] = {"round": self._round}
+        for stage in ("error", "evaluate", "federated", "fit"):
+            for name, value in self._stages.get(stage, {}).items():
+                record[f"{stage}_{name}" if name in record else name] = value
+        if self._round or self._stages:  # not for an initial model that nothing evaluates
+            self.tracker.log_round(record)
+        self._round, self._stages = None, {}

@@ -1,0 +1,132 @@
+"""Composing and checking configurations: every option composes, every impossible one fails before a client starts."""
+
+from pathlib import Path
+
+import pytest
+
+import conf
+from client_apps.errors import ConfigError
+from experiments.config import build_strategy, check, compose, from_run_config
+from strategies import CRAFT, UpdateStrategy
+
+CONF = Path(conf.__file__).parent
+OUT = "output_dir=unused"
+
+
+def options(group):
+    return sorted(p.stem for p in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+@pytest.mark.parametrize("strategy", options("strategy"))
+def test_every_experiment_composes_with_every_strategy(name, strategy):
+    cfg = compose([f"experiment={name}", f"strategy={strategy}", OUT])
+    assert cfg["strategy"]["name"] == strategy
+    assert isinstance(build_strategy(cfg), UpdateStrategy)
+
+
+@pytest.mark.parametrize("name", options("strategy"))
+def test_a_strategys_defaults_are_its_class_defaults(name):
+    """What a YAML leaves out cannot change a method, and what it states is the documented default."""
+    cfg = compose([f"strategy={name}", OUT])
+    made, bare = build_strategy(cfg), type(build_strategy(cfg))()
+    for key in set(cfg["strategy"]) - {"_target_", "name", "device"}:
+        assert getattr(made, key) == getattr(bare, key), key
+
+
+def test_the_authors_protocol():
+    # METHODS of CRAFT, arXiv 2605.21317: m=1000, 100 a round, T=500, E=1, batch 20, lr decay .999, Dirichlet(.1), ≥ 20.
+    for name, lr, server_lr, augment in [
+        ("craft_cifar10", 0.005, 0.1, "crop_flip"),
+        ("craft_cifar100", 0.05, 1.0, "none"),
+    ]:
+        cfg = compose([f"experiment={name}", OUT])
+        assert (cfg["num_clients"], cfg["clients_per_round"], cfg["num_rounds"]) == (1000, 100, 500)
+        client = {"lr": lr, "lr_decay": 0.999, "batch_size": 20, "local_epochs": 1, "momentum": 0.0, "weight_decay": 0.0}
+        assert {k: cfg["client"][k] for k in client} == client
+        assert cfg["strategy"]["server_lr"] == server_lr
+        assert cfg["dataset"]["augment"] == augment
+        partition = cfg["dataset"]["partition"]
+        assert (partition["kind"], partition["alpha"], partition["min_samples"]) == ("dirichlet", 0.1, 20)
+        assert compose([f"experiment={name}", "num_clients=50", OUT])["num_clients"] == 50
+
+
+def test_the_demo_can_run():
+    task = check(compose(["experiment=demo_digits", OUT]))
+    assert task.num_clients == 100
+
+
+def test_a_run_config_composes_the_same():
+    words = "strategy=fedavgm dataset.partition.alpha=0.5 'output_dir=a folder'"
+    direct = compose(["strategy=fedavgm", "dataset.partition.alpha=0.5", "output_dir='a folder'"])
+    assert from_run_config({"overrides": words.replace("'output_dir=a folder'", "output_dir=\"'a folder'\"")}) == direct
+    assert from_run_config({})["output_dir"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategi=craft"], "strategi"),
+        (["strategy=crafty"], "crafty"),
+        (["strategy.server_rate=1"], "server_rate"),
+        (["num_rounds=[1"], "num_rounds"),
+    ],
+)
+def test_overrides_hydra_cannot_compose_are_one_sentence(overrides, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        compose([*overrides, OUT])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+speed=9"], "speed"),
+        (["+strategy.speed=9"], "speed"),
+        (["+strategy.seed=9"], "strategy.seed is set by the suite"),
+        (["+client.speed=9"], "speed"),
+        (["+model.speed=9"], "speed"),
+        (["+dataset.speed=9"], "speed"),
+        (["+dataset.partition.speed=9"], "speed"),
+        (["+simulation.speed=9"], "speed"),
+        (["+evaluation.speed=9"], "speed"),
+        (["strategy._target_=strategies.Nothing"], "strategies.Nothing"),
+        (["strategy._target_=pathlib.Path"], "not an UpdateStrategy"),
+        (["strategy.server_lr=-1"], "server_lr"),
+        (["strategy.server_lr=fast"], "server_lr"),
+        (["strategy.scale=big"], "scale"),
+        (["strategy.device=warp"], "warp"),
+        (["num_rounds=0"], "num_rounds"),
+        (["num_clients=many"], "num_clients"),
+        (["seed=-1"], "seed"),
+        (["clients_per_round=101"], "clients_per_round=101 exceeds num_clients=100"),
+        (["client.lr=0"], "client.lr"),
+        (["client.batch_size=0"], "batch_size"),
+        (["evaluation.mode=psychic"], "psychic"),
+        (["evaluation.every=0"], "every"),
+        (["simulation.engine=warp"], "warp"),
+        (["simulation.client_cpus=3"], "client_cpus=3"),
+        (["target_accuracy=90"], "target_accuracy"),
+        (["model=resnet20"], "resnet"),
+        (["model=cnn"], "cnn"),
+        (["num_clients=5000"], "5000"),
+        (["dataset.partition.kind=natural"], "natural"),
+        (["dataset.partition.min_samples=100"], "min_samples"),
+        (["dataset=cifar10", "data_dir=nowhere"], "nowhere"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence(overrides, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        check(compose([*overrides, OUT]))
+    assert "\n" not in str(error.value)
+
+
+def test_more_clients_than_writers_is_refused(data_dir):
+    overrides = ["experiment=craft_femnist", f"data_dir={data_dir}", OUT]
+    assert check(compose(overrides)).num_clients == 100
+    with pytest.raises(ConfigError, match=r"101.*100|100.*101"):
+        check(compose([*overrides, "num_clients=101"]))
+
+
+def test_layers_come_from_the_model():
+    assert isinstance(build_strategy(compose([OUT])), CRAFT)

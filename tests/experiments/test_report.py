@@ -1,0 +1,262 @@
+import csv
+import io
+import struct
+
+import pytest
+from rich.console import Console
+
+from experiments.report import main, report
+from experiments.tracking import RunTracker
+
+
+def config(seed=0, **changes):
+    settings = {
+        "seed": seed,
+        "num_clients": 100,
+        "clients_per_round": 10,
+        "num_rounds": 3,
+        "dataset": {"name": "digits", "partition": {"kind": "dirichlet", "alpha": 0.1}},
+        "model": {"name": "mlp"},
+        "client": {"lr": 0.1, "device": "cpu"},
+        "strategy": {"_target_": "strategies.FedAvg"},
+        "target_accuracy": 0.5,
+    }
+    return settings | changes
+
+
+def write_run(folder, accuracies, settings, **metrics):
+    """Leave a run whose round r has the r-th accuracy and, if given, the r-th value of the other metrics."""
+    with RunTracker(
+        folder, config=settings, num_rounds=settings["num_rounds"], tensorboard=False, progress=False
+    ) as run:
+        for number, accuracy in enumerate(accuracies):
+            row = {"round": number, "accuracy": accuracy}
+            run.log_round(row | {name: values[number] for name, values in metrics.items()})
+
+
+def craft(server_lr=0.1):
+    return {"_target_": "strategies.CRAFT", "server_lr": server_lr}
+
+
+def quiet(width=120):
+    return Console(file=io.StringIO(), width=width)
+
+
+def rows(folder):
+    with (folder / "report.csv").open(encoding="utf-8", newline="") as file:
+        return {row["strategy"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two strategies with two seeds, and numbers that a person can average."""
+    spread = {
+        "accuracy_std": [None, None, None, 0.2],
+        "worst10": [0.0, 0.1, 0.2, 0.25],
+        "best10": [None, None, None, 1.0],
+        "conflict_share_before": [None, 0.4, 0.4, 0.4],
+        "conflict_share_after": [None, 0.0, 0.1, 0.0],
+    }
+    write_run(tmp_path / "a0", [0.1, 0.4, 0.6, 0.7], config(0, strategy=craft()), **spread)
+    write_run(tmp_path / "a1", [0.1, 0.5, 0.6, 0.8], config(1, strategy=craft()), **spread)
+    write_run(tmp_path / "deep/er/b0", [0.1, 0.2, 0.3, 0.4], config(0))
+    write_run(tmp_path / "deep/er/b1", [0.1, 0.2, 0.3, 0.6], config(1), clients_rejected=[0, 1, 0, 2])
+    return tmp_path
+
+
+def test_numbers_against_a_hand_calculation(runs):
+    report([runs], console=quiet())
+    table = rows(runs)
+    assert list(table) == ["CRAFT", "FedAvg"]  # best first
+    best, other = table["CRAFT"], table["FedAvg"]
+    assert (best["dataset"], best["model"], best["partition"]) == ("digits", "mlp", "dirichlet")
+    assert (best["num_clients"], best["clients_per_round"], best["num_rounds"]) == ("100", "10", "3")
+    assert best["seeds"] == other["seeds"] == "2"
+    assert float(best["accuracy_seed_mean"]) == pytest.approx(0.75)
+    assert float(best["accuracy_seed_std"]) == pytest.approx(0.1 / 2**0.5)  # sample std of two values
+    assert float(best["accuracy_std_seed_mean"]) == pytest.approx(0.2)
+    assert float(best["worst10_seed_mean"]) == pytest.approx(0.25)
+    assert float(best["best10_seed_mean"]) == pytest.approx(1.0)
+    assert float(best["target"]) == 0.5
+    assert float(best["rounds_to_target_seed_mean"]) == pytest.approx((2 + 1) / 2)
+    assert best["seeds_reaching_target"] == "2"
+    assert float(best["seconds_seed_mean"]) >= 0
+    assert float(other["accuracy_seed_mean"]) == pytest.approx(0.5)
+    assert other["worst10_seed_mean"] == ""  # not reported
+    assert other["seeds_reaching_target"] == "1"
+    assert float(other["rounds_to_target_seed_mean"]) == 3
+    assert other["rounds_to_target_seed_std"] == ""
+    assert (best["rejected_clients"], other["rejected_clients"]) == ("0", "3")
+
+
+def test_markdown_table(runs):
+    assert report([runs], console=quiet()) == runs / "report.md"
+    text = (runs / "report.md").read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    titles, _, best, other = lines
+    best, other = dict(zip(titles, best, strict=True)), dict(zip(titles, other, strict=True))
+    assert best["accuracy"] == "**75.0 ± 7.1**"
+    assert other["accuracy"] == "50.0 ± 14.1"
+    assert best["rounds to target"] == "**2**"
+    assert other["rounds to target"] == "3 (1/2)"
+    assert other["worst 10 %"] == "–"
+    assert other["rejected clients"] == "3"
+    assert "failed rounds" not in titles
+    assert "digits, mlp, dirichlet alpha 0.1" in text
+    assert "100 clients, 10 per round, 3 rounds" in text
+    assert f"python -m experiments.report {runs}" in text
+
+
+def test_curves_are_a_wide_png(runs):
+    report([runs], console=quiet())
+    png = (runs / "curves.png").read_bytes()
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", png[16:24])
+    assert width == 2000
+    assert 300 < height < width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_shows_whole_names_and_numbers(runs, width):
+    write_run(runs / "c", [0.1, 0.2, 0.3, 0.45], config(strategy=craft(0.3)))
+    console = quiet(width)
+    report([runs], console=console)
+    words = set(console.file.getvalue().split())
+    assert words >= {"CRAFT", "server_lr=0.1", "FedAvg", "accuracy", "75.0", "7.1", "50.0", "14.1", "(s)"}
+
+
+def test_a_target_may_be_asked_for(runs):
+    report([runs], target=0.7, console=quiet())
+    assert float(rows(runs)["CRAFT"]["rounds_to_target_seed_mean"]) == 3
+    assert rows(runs)["FedAvg"]["rounds_to_target_seed_mean"] == ""
+
+
+def test_without_a_target_it_is_nine_tenths_of_the_best(tmp_path):
+    write_run(tmp_path / "a", [0.1, 0.2, 0.9, 0.8], config(target_accuracy=None))
+    report([tmp_path], console=quiet())
+    assert float(rows(tmp_path)["FedAvg"]["target"]) == pytest.approx(0.72)
+    assert "90 % of the best" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("target", [0, 80, -0.1])
+def test_a_target_in_percent_is_refused(runs, target):
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        report([runs], target=target, console=quiet())
+
+
+def test_the_result_is_that_of_the_last_evaluated_round(tmp_path):
+    write_run(tmp_path / "a", [0.1, None, 0.6, None], config(), worst10=[0.0, None, 0.3, None])
+    report([tmp_path], console=quiet())
+    assert float(rows(tmp_path)["FedAvg"]["accuracy_seed_mean"]) == 0.6
+    assert float(rows(tmp_path)["FedAvg"]["worst10_seed_mean"]) == 0.3
+    assert float(rows(tmp_path)["FedAvg"]["rounds_to_target_seed_mean"]) == 2
+
+
+def test_hyper_parameters_tell_runs_apart_and_seeds_and_machines_do_not(tmp_path):
+    accuracies = [0.1, 0.2, 0.3, 0.4]
+    gpu = {"lr": 0.1, "device": "cuda"}
+    write_run(tmp_path / "a", accuracies, config(0, strategy=craft(0.1)))
+    write_run(tmp_path / "b", accuracies, config(1, strategy=craft(0.1), client=gpu))
+    write_run(tmp_path / "c", accuracies, config(0, strategy=craft(0.3)))
+    write_run(tmp_path / "d", accuracies, config(0, strategy=craft(0.3), client={"lr": 0.5, "device": "cpu"}))
+    write_run(tmp_path / "e", accuracies, config(0, strategy={"name": "mine"} | craft(0.3)))
+    report([tmp_path], console=quiet())
+    assert {label: row["seeds"] for label, row in rows(tmp_path).items()} == {
+        "CRAFT server_lr=0.1 client.lr=0.1": "2",
+        "CRAFT server_lr=0.3 client.lr=0.1": "1",
+        "CRAFT server_lr=0.3 client.lr=0.5": "1",
+        "mine": "1",
+    }
+
+
+def test_settings_get_a_table_each(tmp_path):
+    accuracies = [0.1, 0.2, 0.3, 0.4]
+    iid = {"name": "digits", "partition": {"kind": "iid"}}
+    write_run(tmp_path / "a", accuracies, config())
+    write_run(tmp_path / "b", accuracies, config(num_clients=1000))
+    write_run(tmp_path / "c", accuracies, config(dataset=iid))
+    report([tmp_path], console=quiet())
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## digits, mlp, dirichlet alpha 0.1 num_clients=100",
+        "## digits, mlp, dirichlet alpha 0.1 num_clients=1000",
+        "## digits, mlp, iid",
+    ]
+
+
+def test_unusable_runs_are_named_with_the_reason(runs):
+    (runs / "empty").mkdir()
+    (runs / "empty/metrics.jsonl").touch()
+    write_run(runs / "short", [0.1, 0.2], config(7))
+    write_run(runs / "blind", [None] * 4, config(8))
+    write_run(runs / "garbled", [0.9] * 4, config(9))
+    (runs / "garbled/metrics.jsonl").write_text('{"round": 0, "acc', encoding="utf-8")
+    write_run(runs / "foreign", [0.9] * 4, {"num_rounds": 3})
+    (runs / "killed").mkdir()
+    for name in ("metrics.jsonl", "config.yaml"):
+        (runs / "killed" / name).write_bytes((runs / "a0" / name).read_bytes())
+    with pytest.raises(RuntimeError, match="diverged"), tracker_of(runs / "failed"):
+        raise RuntimeError("diverged")
+    console = quiet()
+    report([runs], console=console)
+    for output in (console.file.getvalue(), (runs / "report.md").read_text(encoding="utf-8")):
+        assert f"{runs / 'empty'} has no config.yaml" in output
+        assert f"{runs / 'killed'} has no status.json: still running, or killed" in output
+        assert f"{runs / 'failed'} failed: RuntimeError: diverged" in output
+        assert f"{runs / 'short'} stopped after round 1 of 3" in output
+        assert f"{runs / 'blind'} reports no accuracy" in output
+        assert f"{runs / 'garbled'} cannot be read: JSONDecodeError" in output
+        assert f"{runs / 'foreign'} cannot be read: KeyError: 'dataset'" in output
+    assert rows(runs)["FedAvg"]["seeds"] == "2"
+
+
+def tracker_of(folder):
+    return RunTracker(folder, config=config(), num_rounds=3, tensorboard=False, progress=False)
+
+
+def test_a_repeated_seed_counts_once(runs):
+    write_run(runs / "z", [0.1, 0.2, 0.3, 0.9], config(0))
+    console = quiet()
+    report([runs], console=console)
+    assert rows(runs)["FedAvg"]["seeds"] == "2"
+    assert float(rows(runs)["FedAvg"]["accuracy_seed_mean"]) == pytest.approx((0.9 + 0.6) / 2)
+    assert f"{runs / 'deep/er/b0'} has the settings and the seed of {runs / 'z'}" in console.file.getvalue()
+
+
+def test_a_run_found_twice_counts_once(runs):
+    report([runs, runs / "a0"], console=quiet())
+    assert rows(runs)["CRAFT"]["seeds"] == "2"
+
+
+def test_a_report_is_replaced_and_leaves_nothing_else(runs, tmp_path):
+    out = tmp_path / "out"
+    for _ in range(2):
+        report([runs], out=out, console=quiet())
+    assert sorted(path.name for path in out.iterdir()) == ["curves.png", "report.csv", "report.md"]
+
+
+def test_more_strategies_than_colours(tmp_path):
+    for number in range(9):
+        write_run(tmp_path / str(number), [0.1, 0.2, 0.3, 0.4], config(strategy={"_target_": f"s.S{number}"}))
+    assert report([tmp_path], console=quiet())
+    assert len(rows(tmp_path)) == 9
+
+
+def test_nothing_found_is_one_sentence_and_status_2(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().out.split("\n") == [f"No finished run found below {tmp_path}.", ""]
+    assert not list(tmp_path.iterdir())
+
+
+def test_command_line(runs, tmp_path, capsys):
+    assert main([str(runs), "--target", "0.7", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/report.md").is_file()
+    assert "CRAFT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], [".", "--target", "80"]])
+def test_a_mistake_on_the_command_line_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "error: " in capsys.readouterr().err
