@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -52,7 +51,7 @@ def local_sgd(
 
     The last batch of an epoch may be smaller. One of a single sample is skipped where the model has
     BatchNorm, whose batch statistics need more than one, unless batches are that small anyway.
-    Training stops after the step whose loss is not finite.
+    A loss that is not finite ends up in the weights, where the server sees and rejects it.
 
     Parameters
     ----------
@@ -76,7 +75,8 @@ def local_sgd(
     generator = torch.Generator().manual_seed(seed)
     skip_single = 1 < batch_size < count and count % batch_size == 1 and _has_batch_norm(model)
     model.train()
-    loss_sum, seen, steps, coefficient, step_weight = 0.0, 0, 0, 0.0, 0.0
+    loss_sum = torch.zeros((), dtype=torch.float64, device=images.device)
+    seen, steps, coefficient, step_weight = 0, 0, 0.0, 0.0
     with isolated_rng(seed, images.device):
         for _ in range(epochs):
             order = torch.randperm(count, generator=generator)
@@ -87,17 +87,13 @@ def local_sgd(
                 loss = F.cross_entropy(model(transform(images[batch], generator)), labels[batch])
                 torch.autograd.backward(loss)
                 optimiser.step()
-                value = loss.item()
-                loss_sum += value * len(batch)
+                loss_sum += loss.detach() * len(batch)  # read once at the end: a GPU need not wait for the host
                 seen += len(batch)
                 steps += 1
                 # The k-th gradient enters this step with weight momentum^(steps - k).
                 coefficient = momentum * coefficient + 1
                 step_weight += coefficient
-                if not math.isfinite(value):
-                    # The step has carried the NaN into the weights, so that the server sees and rejects it.
-                    return TrainResult(count, loss_sum / seen, steps, step_weight)
-    return TrainResult(count, loss_sum / seen, steps, step_weight)
+    return TrainResult(count, loss_sum.item() / seen, steps, step_weight)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from client_apps.errors import ConfigError
 from client_apps.tasks import Task, build
 from strategies import UpdateStrategy
+
+from .engine import ENGINES
 
 _TOP = {
     "seed", "num_clients", "num_rounds", "clients_per_round", "data_dir", "output_dir", "target_accuracy",
@@ -51,7 +52,7 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
             cfg = hydra_compose("config", overrides=list(overrides))
             return to_dict(cfg)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"the overrides {list(overrides)} do not compose: {first_sentence(error)}") from error
+        raise ConfigError(f"the overrides {list(overrides)} do not compose: {message_of(error)}") from error
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def check(cfg: Mapping[str, Any]) -> Task:
             "or raise the second."
         )
     _choice("evaluation.mode", cfg["evaluation"]["mode"], ("server", "federated"))
-    _choice("simulation.engine", cfg["simulation"]["engine"], ("flower",))
+    _choice("simulation.engine", cfg["simulation"]["engine"], ENGINES)
     sim = cfg["simulation"]
     if not 0 < sim["client_cpus"] <= sim["num_cpus"]:
         raise ConfigError(
@@ -143,17 +144,12 @@ def build_strategy(cfg: Mapping[str, Any], **given: Any) -> UpdateStrategy:
     try:
         return cls(**options, **given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"strategy {target}: {first_sentence(error)}") from error
+        raise ConfigError(f"strategy {target}: {message_of(error)}") from error
 
 
-def first_sentence(error: BaseException) -> str:
-    """Return an exception's message on one line."""
+def message_of(error: BaseException) -> str:
+    """Return what an exception says, on one line."""
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def cpu_count() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _known(where: str, given: Mapping[str, Any], known: set[str]) -> None:

@@ -17,7 +17,7 @@ from client_apps.errors import ConfigError
 from strategies import NotEnoughClients, RoundsFailed
 
 from . import engine
-from .config import check, first_sentence, to_dict
+from .config import check, message_of, to_dict
 from .server_app import make_server_app
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def _job(cfg: DictConfig) -> None:
     try:
         run(to_dict(cfg))
     except _EXPECTED as error:
-        logger.error("%s: %s", type(error).__name__, first_sentence(error))
+        logger.error("%s: %s", type(error).__name__, message_of(error))
         if HydraConfig.get().mode is not RunMode.MULTIRUN:
             raise SystemExit(1) from None
         _failed_jobs.append(" ".join(HydraConfig.get().overrides.task))  # the other cells go on

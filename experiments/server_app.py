@@ -19,8 +19,10 @@ from client_apps.tasks import Task
 from strategies import LayerMap, UpdateStrategy, partition_order
 
 from .config import build_strategy, check, from_run_config
+from .engine import SerialGrid
 from .evaluation import Evaluator
-from .tracking import RunTracker, TrackedStrategy
+from .tracked_strategy import TrackedStrategy
+from .tracking import RunTracker
 
 _THREADS = 64
 
@@ -81,8 +83,9 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
             evaluate_in=lambda number: number % every == 0 or number == rounds,
         )
         server = Server(client_manager=SimpleClientManager(), strategy=strategy)
-        # A thread waits for each client in flight, polling; Flower's default of a few leaves workers idle.
-        server.set_max_workers(min(_THREADS, cfg["num_clients"]))
+        # A thread waits for each client in flight: Flower's default of a few leaves workers idle, and where
+        # the thread itself runs the client, more than one only get in each other's way.
+        server.set_max_workers(1 if isinstance(grid, SerialGrid) else min(_THREADS, cfg["num_clients"]))
         components = ServerAppComponents(server=server, config=ServerConfig(num_rounds=rounds))
         try:
             ServerApp(server_fn=lambda _: components)(grid, context)

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -12,10 +12,6 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from flwr.common import EvaluateIns, EvaluateRes, FitIns, FitRes, Parameters, Scalar
-from flwr.server.client_manager import ClientManager
-from flwr.server.client_proxy import ClientProxy
-from flwr.server.strategy import Strategy
 from numpy.typing import ArrayLike
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -57,7 +53,8 @@ def _replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Return an exception's type and message on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -198,7 +195,7 @@ class RunTracker:
             self._write_clients()
             status = {
                 "status": "finished" if error is None else "failed",
-                "error": None if error is None else _one_line(error),
+                "error": None if error is None else one_line(error),
                 "seconds": time.monotonic() - self._start,
                 "rounds": self._last_round,
             }
@@ -269,129 +266,3 @@ class RunTracker:
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
         with _replacing(self.output_dir / "model.safetensors") as temporary:
             save_file(tensors, temporary)
-
-
-class TrackedStrategy(Strategy):
-    """A strategy that reports each round to a tracker, exactly once, and otherwise is the one it wraps.
-
-    A round's record holds what ``aggregate_fit``, ``evaluate`` and ``aggregate_evaluate`` report. Where they
-    share a name, the server's evaluation keeps it and the others become ``federated_<name>`` and
-    ``fit_<name>``. An exception of the strategy is recorded as ``error``, next to what the round has reported
-    so far, and raised again.
-
-    Parameters
-    ----------
-    strategy : flwr.server.strategy.Strategy
-        The strategy to run.
-    tracker : RunTracker
-        Where the rounds go.
-    evaluate_in : callable
-        Says of a round's number whether the global model is evaluated in it; by default in every one.
-
-    Attributes
-    ----------
-    parameters : flwr.common.Parameters or None
-        The current global model: what ``aggregate_fit`` last returned, before that the initial parameters.
-    """
-
-    def __init__(
-        self, strategy: Strategy, tracker: RunTracker, evaluate_in: Callable[[int], bool] = lambda _: True
-    ) -> None:
-        self.strategy = strategy
-        self.tracker = tracker
-        self.evaluate_in = evaluate_in
-        self.parameters: Parameters | None = None
-        self._round: int | None = None
-        self._stages: dict[str, dict[str, Any]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "strategy":  # not constructed yet, as in copy.copy
-            raise AttributeError(name)
-        return getattr(self.strategy, name)
-
-    def initialize_parameters(self, client_manager: ClientManager) -> Parameters | None:
-        """Delegate, and keep the initial parameters."""
-        self.parameters = self.strategy.initialize_parameters(client_manager)
-        return self.parameters
-
-    def configure_fit(
-        self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, FitIns]]:
-        """Delegate, and begin the round's record."""
-        self.parameters = parameters  # also where a client supplied the initial ones
-        with self._recording_errors(server_round):
-            return self.strategy.configure_fit(server_round, parameters, client_manager)
-
-    def aggregate_fit(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, FitRes]],
-        failures: list[tuple[ClientProxy, FitRes] | BaseException],
-    ) -> tuple[Parameters | None, dict[str, Scalar]]:
-        """Delegate, and record the metrics."""
-        with self._recording_errors(server_round):
-            parameters, metrics = self.strategy.aggregate_fit(server_round, results, failures)
-        self._stages["fit"] = dict(metrics)
-        if parameters is not None:
-            self.parameters = parameters
-        return parameters, metrics
-
-    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
-        """Delegate, and record loss and metrics; round 0 is complete with it."""
-        with self._recording_errors(server_round):
-            result = self.strategy.evaluate(server_round, parameters) if self.evaluate_in(server_round) else None
-        if result is not None:
-            self._stages["evaluate"] = {"loss": result[0], **result[1]}
-        if server_round == 0:
-            self.parameters = parameters
-            self._finish()
-        return result
-
-    def configure_evaluate(
-        self, server_round: int, parameters: Parameters, client_manager: ClientManager
-    ) -> list[tuple[ClientProxy, EvaluateIns]]:
-        """Delegate; without clients to evaluate on, the round is complete."""
-        with self._recording_errors(server_round):
-            instructions = (
-                self.strategy.configure_evaluate(server_round, parameters, client_manager)
-                if self.evaluate_in(server_round)
-                else []
-            )
-        if not instructions:
-            self._finish()
-        return instructions
-
-    def aggregate_evaluate(
-        self,
-        server_round: int,
-        results: list[tuple[ClientProxy, EvaluateRes]],
-        failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
-    ) -> tuple[float | None, dict[str, Scalar]]:
-        """Delegate, record loss and metrics, and complete the round."""
-        with self._recording_errors(server_round):
-            loss, metrics = self.strategy.aggregate_evaluate(server_round, results, failures)
-        self._stages["federated"] = {"loss": loss, **metrics}
-        self._finish()
-        return loss, metrics
-
-    @contextmanager
-    def _recording_errors(self, server_round: int) -> Iterator[None]:
-        if server_round != self._round:
-            self._finish()  # a server that never evaluates leaves its last round open
-            self._round = server_round
-        try:
-            yield
-        except Exception as error:
-            self._stages["error"] = {"error": _one_line(error), **getattr(error, "metrics", {})}
-            self._finish()
-            raise
-
-    def _finish(self) -> None:
-        """Log the open round, if there is one."""
-        record: dict[str, Any] = {"round": self._round}
-        for stage in ("error", "evaluate", "federated", "fit"):
-            for name, value in self._stages.get(stage, {}).items():
-                record[f"{stage}_{name}" if name in record else name] = value
-        if self._round or self._stages:  # not for an initial model that nothing evaluates
-            self.tracker.log_round(record)
-        self._round, self._stages = None, {}

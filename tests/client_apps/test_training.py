@@ -114,11 +114,10 @@ def test_a_seed_alone_decides_and_the_global_generator_stays() -> None:
     assert not torch.equal(first, train(6))
 
 
-def test_divergence_stops_early_and_reaches_the_weights() -> None:
+def test_divergence_reaches_the_weights_and_the_loss() -> None:
     model = linear()
     with torch.no_grad():
         model[1].weight.fill_(math.inf)
     result = run(model, batch_size=2, epochs=3)
-    assert result.local_steps == 1
     assert not math.isfinite(result.train_loss)
     assert model[1].bias.isnan().any()

@@ -42,7 +42,14 @@ def test_the_authors_protocol():
     ]:
         cfg = compose([f"experiment={name}", OUT])
         assert (cfg["num_clients"], cfg["clients_per_round"], cfg["num_rounds"]) == (1000, 100, 500)
-        client = {"lr": lr, "lr_decay": 0.999, "batch_size": 20, "local_epochs": 1, "momentum": 0.0, "weight_decay": 0.0}
+        client = {
+            "lr": lr,
+            "lr_decay": 0.999,
+            "batch_size": 20,
+            "local_epochs": 1,
+            "momentum": 0.0,
+            "weight_decay": 0.0,
+        }
         assert {k: cfg["client"][k] for k in client} == client
         assert cfg["strategy"]["server_lr"] == server_lr
         assert cfg["dataset"]["augment"] == augment

@@ -13,7 +13,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from experiments.tracking import RunTracker, TrackedStrategy
+from experiments.tracked_strategy import TrackedStrategy
+from experiments.tracking import RunTracker
 
 CONFIG = {"seed": 3, "strategy": {"_target_": "strategies.CRAFT", "server_lr": 0.1}, "dataset": {"name": "digits"}}
 

@@ -1,0 +1,96 @@
+"""Curves of finished runs: accuracy, its worst tenth, and conflict over rounds, one line of panels a setting."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from .runs import Group, Row
+
+# Okabe and Ito's colour-blind safe palette without its yellow, which white swallows; then again with markers.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = ("", "o", "s", "^")
+
+
+def draw_curves(groups: Sequence[Group]) -> bytes:
+    """Draw one line of panels per setting and return the PNG."""
+    figure = Figure(figsize=(10, 3.1 * len(groups) + 0.6), layout="constrained")
+    labels = list(dict.fromkeys(row.label for group in groups for row in group.rows))
+    styles: dict[str, dict[str, Any]] = {
+        label: {
+            "color": _COLOURS[index % len(_COLOURS)],
+            "marker": _MARKERS[index // len(_COLOURS) % len(_MARKERS)],
+            "markersize": 4,
+            "markevery": 0.1,
+        }
+        for index, label in enumerate(labels)
+    }
+    panels = figure.subplots(len(groups), 3, squeeze=False)
+    for group, (mean, worst, conflict) in zip(groups, panels, strict=True):
+        mean.annotate(group.title, (0, 1), (0, 24), "axes fraction", "offset points", weight="bold")
+        _panel(mean, group, styles, "accuracy")
+        mean.set(title="Accuracy, mean over clients", ylabel="accuracy (%)")
+        _panel(worst, group, styles, "worst10")
+        worst.set(title="Accuracy, worst 10 % of clients", ylabel="accuracy (%)")
+        # one round's sample is small, so this share jumps: averaged, and the panel says so
+        window = max(1, len(group.rows[0].runs[0].rounds) // 20)
+        before = [_draw(conflict, row, styles[row.label], "conflict_share_before", "--", window) for row in group.rows]
+        _panel(conflict, group, styles, "conflict_share_after", window)
+        averaged = f", average of {window} rounds" if window > 1 else ""
+        conflict.set(title=f"Clients in conflict{averaged}", ylabel="sampled clients (%)")
+        if any(before):
+            key = [Line2D([], [], color="0.4", linestyle=style, linewidth=1) for style in ("--", "-")]
+            conflict.legend(key, ["before the solve", "after"], frameon=False, fontsize=8)
+        for axes in (mean, worst, conflict):
+            axes.title.set(fontsize=10)
+    handles = [Line2D([], [], linewidth=2, **styles[label]) for label in labels]
+    several = any(len(row.runs) > 1 for group in groups for row in group.rows)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), 5),
+        frameon=False,
+        title="line: mean over seeds, band: lowest to highest seed" if several else None,
+        title_fontsize=8,
+    )
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=200)
+    return png.getvalue()
+
+
+def _panel(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, window: int = 1) -> None:
+    missing = [row.label for row in group.rows if not _draw(axes, row, styles[row.label], name, window=window)]
+    if len(missing) == len(group.rows):
+        axes.text(0.5, 0.5, "not reported", transform=axes.transAxes, ha="center", color="0.5")
+        axes.set(xticks=[], yticks=[])
+    elif missing:
+        note = f"not reported: {', '.join(missing)}"
+        axes.text(0.02, 0.05, note, transform=axes.transAxes, fontsize=7, color="0.5")
+    axes.set_xlabel("round")
+    axes.set_ylim(bottom=0)
+    axes.grid(color="0.9", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw(axes: Axes, row: Row, style: Mapping[str, Any], name: str, line: str = "-", window: int = 1) -> bool:
+    """Draw the mean over seeds, in rounds that all seeds report, and a band; False if there is no such round."""
+    series = [run.series(name) for run in row.runs]
+    rounds = sorted(set.intersection(*(set(of_run) for of_run in series)))
+    if not rounds:
+        return False
+    window = min(window, len(rounds))
+    seeds = np.array([[100 * of_run[number] for number in rounds] for of_run in series])
+    seeds = np.lib.stride_tricks.sliding_window_view(seeds, window, axis=1).mean(axis=2)
+    rounds = rounds[window - 1 :]
+    width = 1.6 if line == "-" else 0.9
+    style = style if len(rounds) > 1 else {**style, "marker": "o"}  # a single point needs one to be seen
+    axes.plot(rounds, seeds.mean(axis=0), line, linewidth=width, zorder=3, clip_on=False, **style)
+    if line == "-" and len(series) > 1:
+        low, high = seeds.min(axis=0), seeds.max(axis=0)
+        axes.fill_between(rounds, low, high, color=style["color"], alpha=0.15, linewidth=0)
+    return True

@@ -1,0 +1,186 @@
+"""Finished runs read back from their folders, and sorted into settings and strategies."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+
+from .metrics import rounds_to_target
+
+# What says which repetition or which machine, not which experiment.
+_ELSEWHERE = {"seed", "device", "data_dir"}
+SIZES = ("num_clients", "clients_per_round", "num_rounds")
+
+
+class _UnusableError(Exception):
+    """Why a run cannot be compared, to follow the name of its folder."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run; ``setting`` and ``strategy`` are each a label and all that could tell it from another."""
+
+    path: Path
+    config: Mapping[str, Any]
+    setting: tuple[str, Mapping[str, Any]]
+    strategy: tuple[str, Mapping[str, Any]]
+    rounds: Sequence[Mapping[str, Any]]
+
+    def series(self, name: str) -> dict[int, float]:
+        """Return a metric by round, in the rounds that report it."""
+        return {row["round"]: row[name] for row in self.rounds if row.get(name) is not None}
+
+    def result(self, name: str) -> float | None:
+        """Return a metric in the last round with an accuracy."""
+        return self.series(name).get(max(self.series("accuracy")))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy in one setting: its runs, one per seed, and per column the values of those that have one."""
+
+    label: str
+    runs: Sequence[Run]
+    values: Mapping[str, Sequence[float]]
+
+    def counted(self, name: str) -> int:
+        """Sum a metric over all rounds and seeds."""
+        return sum(int(value) for run in self.runs for value in run.series(name).values())
+
+
+@dataclass(frozen=True)
+class Group:
+    """The strategies of one setting, best first."""
+
+    title: str
+    rows: Sequence[Row]
+    target: float
+    target_source: str
+
+    @property
+    def facts(self) -> str:
+        """How many clients and rounds, in words."""
+        config = self.rows[0].runs[0].config
+        clients, sample, rounds = (config[name] for name in SIZES)
+        return f"{clients} clients, {sample} per round, {rounds} rounds"
+
+    @property
+    def caption(self) -> str:
+        """What the numbers of a table mean."""
+        return (
+            "Test accuracy in % at the last evaluation, every client counting equally; "
+            "± is the sample standard deviation over seeds, (n/m) a value that only n of m seeds have. "
+            f"Target: {100 * self.target:.1f} % ({self.target_source})."
+        )
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return ``{"a.b": value}`` for a nested mapping."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif key not in _ELSEWHERE:
+            flat[prefix + key] = value
+    return flat
+
+
+def _distinguish(items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """Append to each label the settings in which the items of that label differ."""
+    labels = []
+    for label, settings in items:
+        peers = [other for name, other in items if name == label]
+        differing = [key for key in settings if any(peer.get(key) != settings[key] for peer in peers)]
+        labels.append(" ".join([label, *(f"{key}={settings[key]}" for key in differing)]))
+    return labels
+
+
+def _load(folder: Path) -> Run:
+    for name in ("config.yaml", "status.json"):
+        if not (folder / name).is_file():
+            raise _UnusableError(f"has no {name}: still running, or killed")
+    status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+    if status["status"] != "finished":
+        raise _UnusableError(f"{status['status']}: {status['error']}")
+    config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    if status["rounds"] < config["num_rounds"]:
+        raise _UnusableError(f"stopped after round {status['rounds']} of {config['num_rounds']}")
+    dataset, model, strategy = config["dataset"], config["model"], config["strategy"]
+    partition = _flat(dataset["partition"])
+    kind = " ".join([partition.pop("kind"), *(f"{key} {value}" for key, value in partition.items())])
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    run = Run(
+        path=folder,
+        config=config,
+        setting=(
+            f"{dataset['name']}, {model['name']}, {kind}",
+            _flat(dataset, "dataset.") | _flat(model, "model.") | {name: config[name] for name in SIZES},
+        ),
+        strategy=(
+            strategy.get("name") or strategy["_target_"].rpartition(".")[2],
+            _flat(strategy) | _flat(config["client"], "client."),
+        ),
+        rounds=[json.loads(line) for line in lines],
+    )
+    if not run.series("accuracy"):
+        raise _UnusableError("reports no accuracy")
+    return run
+
+
+def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
+    """Return the runs below the folders, and a sentence for each that cannot be used."""
+    runs, left_out = [], []
+    for path in sorted({path.resolve().parent for folder in folders for path in folder.rglob("metrics.jsonl")}):
+        try:
+            runs.append(_load(path))
+        except _UnusableError as error:
+            left_out.append(f"{path} {error}")
+        except (AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+            left_out.append(f"{path} cannot be read: " + " ".join(f"{type(error).__name__}: {error}".split()))
+    return runs, left_out
+
+
+def group_runs(runs: Sequence[Run], target: float | None, left_out: list[str]) -> list[Group]:
+    """Sort the runs into settings and strategies; a repeated seed joins those left out."""
+    settings: dict[str, list[Run]] = {}
+    for title, run in zip(_distinguish([run.setting for run in runs]), runs, strict=True):
+        settings.setdefault(title, []).append(run)
+    groups = []
+    for title, members in settings.items():
+        seeds: dict[str, dict[Any, Run]] = {}
+        for label, run in zip(_distinguish([run.strategy for run in members]), members, strict=True):
+            of_label, seed = seeds.setdefault(label, {}), run.config.get("seed")
+            if seed in of_label:
+                left_out.append(f"{of_label[seed].path} has the settings and the seed of {run.path}, used instead")
+            of_label[seed] = run
+        kept = {label: list(of_label.values()) for label, of_label in seeds.items()}
+        goal, source = _target(kept, target)
+        rows = [Row(label, of_label, _values(of_label, goal)) for label, of_label in kept.items()]
+        rows.sort(key=lambda row: -fmean(row.values["accuracy"]))
+        groups.append(Group(title, rows, goal, source))
+    return groups
+
+
+def _target(runs: Mapping[str, Sequence[Run]], target: float | None) -> tuple[float, str]:
+    if target is not None:
+        return target, "as asked for"
+    configured: set[Any] = {run.config.get("target_accuracy") for of_label in runs.values() for run in of_label}
+    if len(configured) == 1 and None not in configured:
+        return configured.pop(), "target_accuracy of the runs"
+    best = max(fmean(run.result("accuracy") or 0 for run in of_label) for of_label in runs.values())
+    return 0.9 * best, "90 % of the best result, as the runs share no target_accuracy"
+
+
+def _values(runs: Sequence[Run], target: float) -> dict[str, list[float]]:
+    values: dict[str, list[float | None]] = {
+        name: [run.result(name) for run in runs] for name in ("accuracy", "accuracy_std", "worst10", "best10")
+    }
+    accuracies = [run.series("accuracy") for run in runs]
+    values["rounds_to_target"] = [rounds_to_target(list(a), list(a.values()), target) for a in accuracies]
+    values["seconds"] = [run.rounds[-1].get("seconds") for run in runs]
+    return {name: [value for value in column if value is not None] for name, column in values.items()}

@@ -1,0 +1,136 @@
+"""Whole runs on Ray: what they leave behind, that they can be repeated bit for bit, and that they survive losses."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from safetensors.numpy import load_file
+
+from .cli import command, rounds, run
+
+SMALL = ("num_clients=12", "clients_per_round=6", "num_rounds=3", "client.lr=0.1", "tracking.progress=false")
+EVALUATED = ("accuracy", "accuracy_std", "worst10", "best10", "accuracy_weighted", "clients_evaluated")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """The same run on two workers, on one worker with the clients evaluating, and in one process."""
+    base = tmp_path_factory.mktemp("runs")
+    variants = {
+        "two": ("simulation.num_cpus=2",),
+        "one": ("simulation.num_cpus=1", "evaluation=federated"),
+        "serial": ("simulation=serial",),
+    }
+    for name, overrides in variants.items():
+        found = run(*SMALL, *overrides, f"output_dir={base / name}", f"hydra.run.dir={base / name}")
+        assert found.returncode == 0, found.stdout
+    return {name: base / name for name in variants}
+
+
+def test_a_run_leaves_its_records(runs):
+    folder = runs["two"]
+    records = rounds(folder)
+    assert [r["round"] for r in records] == [0, 1, 2, 3]
+    for r in records[1:]:
+        assert (r["clients_sampled"], r["clients_accepted"], r["failed_round"]) == (6, 6, False)
+        assert r["conflict_share_after"] == 0
+        assert r["train_loss"] > 0
+    status = json.loads((folder / "status.json").read_text())
+    assert (status["status"], status["rounds"]) == ("finished", 3)
+    clients = pq.read_table(folder / "clients.parquet").to_pandas()
+    assert len(clients) == 4 * 12
+    last = clients[clients["round"] == 3]
+    assert last["accuracy"].mean() == pytest.approx(records[-1]["accuracy"], rel=1e-6)
+    model = load_file(folder / "model.safetensors")
+    assert sum(a.size for a in model.values()) == 64 * 200 + 200 + 200 * 200 + 200 + 200 * 10 + 10
+    assert (folder / "config.yaml").exists()
+    assert (folder / "run.log").exists()
+    assert list(folder.glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("other", ["one", "serial"])
+def test_workers_and_engines_do_not_change_a_bit(runs, other):
+    assert (runs["two"] / "model.safetensors").read_bytes() == (runs[other] / "model.safetensors").read_bytes()
+    for a, b in zip(rounds(runs["two"])[-3:], rounds(runs[other])[-3:], strict=True):
+        same = ("round", "train_loss", "direction_norm", "min_alignment", "cosine_to_mean", "parameter_norm")
+        assert [a[k] for k in same] == [b[k] for k in same]
+
+
+def test_server_and_clients_evaluate_alike(runs):
+    server, clients = rounds(runs["two"])[1:], rounds(runs["one"])
+    assert [r["round"] for r in clients] == [1, 2, 3]
+    for a, b in zip(server, clients, strict=True):
+        assert [a[k] for k in EVALUATED] == [b[k] for k in EVALUATED]
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    tables = []
+    for name in ("two", "one"):
+        table = pq.read_table(runs[name] / "clients.parquet").to_pandas()
+        tables.append(table[table["round"] > 0].sort_values(["round", "client"]).reset_index(drop=True))
+    for column in ("round", "client", "num_examples", "accuracy"):
+        np.testing.assert_array_equal(tables[0][column], tables[1][column])
+
+
+def test_an_output_folder_is_never_overwritten(runs):
+    before = (runs["serial"] / "metrics.jsonl").read_bytes()
+    found = run(*SMALL, "simulation=serial", f"output_dir={runs['serial']}", f"hydra.run.dir={runs['serial']}")
+    assert found.returncode == 1
+    assert "holds an earlier run" in " ".join(found.stdout.split())
+    assert "Traceback" not in found.stdout
+    assert (runs["serial"] / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_that_cannot_go_on_says_why_and_fails(tmp_path):
+    found = run(
+        *SMALL, "simulation=serial", "client.lr=1e30", "strategy.max_failed_rounds=2", f"hydra.run.dir={tmp_path}"
+    )
+    assert found.returncode == 1
+    text = " ".join(found.stdout.split())
+    assert "RoundsFailed: 2 rounds in a row failed" in text
+    assert "NaN or Inf" in text
+    assert "Traceback" not in text
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
+    records = rounds(tmp_path)
+    assert [r["failed_round"] for r in records[1:]] == [True, True]
+    assert records[-1]["clients_rejected"] == 6
+    # The model that is saved is the last good one: the initial one.
+    assert all(np.isfinite(a).all() for a in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_clients_that_raise_or_die_are_counted_and_the_run_goes_on(tmp_path):
+    found = command(sys.executable, "-m", "tests.experiments.lossy_client", str(tmp_path))
+    assert found.returncode == 0, found.stdout
+    first, second, third = rounds(tmp_path)[1:]
+    # Of 12 clients, 1, 5 and 9 always raise.
+    assert (first["clients_accepted"], first["clients_failed"], first["failed_round"]) == (9, 3, False)
+    assert "lost its data" in first["failure_reasons"]
+    for r in (second, third):
+        # A dead worker takes others' work with it, and Flower does not replace it; every loss is counted.
+        assert r["clients_accepted"] + r["clients_failed"] == 12
+        assert r["clients_failed"] >= 4 or r is third
+        assert r["clients_accepted"] >= 2
+        assert r["failed_round"] is False
+
+
+def test_a_sweep_ends_in_a_table_and_curves_and_names_what_failed(tmp_path):
+    found = run(
+        "-m", *SMALL, "simulation=serial", "strategy=craft,fedavg", "seed=0,1",
+        "num_rounds=2", f"hydra.sweep.dir={tmp_path}",
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout
+    for word in ("craft", "fedavg", "accuracy", "worst"):
+        assert word in found.stdout
+    with (tmp_path / "report.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sorted((r["strategy"], r["seeds"]) for r in rows) == [("craft", "2"), ("fedavg", "2")]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "| craft |" in (tmp_path / "report.md").read_text()
+
+    found = run("-m", *SMALL, "simulation=serial", "client.lr=0.1,-1", f"hydra.sweep.dir={tmp_path / 'second'}")
+    assert found.returncode == 1
+    assert "client.lr must be a number above 0" in " ".join(found.stdout.split())
+    assert "1 of the sweep's runs failed" in found.stdout
+    assert (tmp_path / "second" / "report.csv").exists()
