@@ -95,7 +95,7 @@ def test_a_run_that_cannot_go_on_says_why_and_fails(tmp_path):
     assert json.loads((tmp_path / "status.json").read_text())["status"] == "failed"
     records = rounds(tmp_path)
     assert [r["failed_round"] for r in records[1:]] == [True, True]
-    assert records[-1]["clients_rejected"] == 6
+    assert records[-1]["clients_rejected"] >= 4
     # The model that is saved is the last good one: the initial one.
     assert all(np.isfinite(a).all() for a in load_file(tmp_path / "model.safetensors").values())
 
