@@ -1,5 +1,6 @@
 """`flwr run .` from a bundle gives the run that `python -m experiments.run` gives."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -41,10 +42,8 @@ def end(text: str) -> None:
     """End the processes that name `text`, and wait until they are gone."""
     for sig in (signal.SIGTERM, signal.SIGKILL):
         for pid in processes_naming(text):
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
-            except ProcessLookupError:
-                pass
         limit = time.monotonic() + 20
         while processes_naming(text) and time.monotonic() < limit:
             time.sleep(0.1)
