@@ -25,7 +25,6 @@ from flwr.common import (
     FitRes,
     Parameters,
     Scalar,
-    ndarrays_to_parameters,
 )
 from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
@@ -33,15 +32,14 @@ from torch import Tensor
 
 from .diagnosis import Diagnosis
 from .layers import Layer, LayerMap
+from .model import GlobalModel, Successor, require_layers, warn_of_growth
 from .sampling import ClientSampler, PartitionOrder
-from .updates import Array, ClientUpdates, LayerDirection, UnusableTensor, decode_all, is_finite
+from .updates import ClientUpdates, LayerDirection
 
 logger = logging.getLogger(__name__)
 
 # Reasons listed in the metrics of one round; all of them are in the log.
 _REASONS = 20
-# A model this many times longer than at the start has left every useful region of weight space.
-_GROWTH = 1e4
 
 _FIT, _EVALUATE = 0, 1  # streams of the sampling generator
 
@@ -140,9 +138,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self._failed_rounds = 0
         self._reasons: list[str] = []  # why clients of the last round are not used
         self._sampled: int | None = None
-        self._parameters: Parameters | None = None  # θ_t as Flower holds it
-        self._arrays: list[Array] = []  # θ_t, views of it
-        self._layers: LayerMap | None = None  # `layers` checked against θ_t
+        self._model: GlobalModel | None = None  # θ_t
         self._start_norm: float | None = None
 
     def __repr__(self) -> str:
@@ -198,7 +194,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             If `parameters` cannot be read, are not finite or do not fit `layers`.
         """
         number = self._number(server_round)
-        self._set_global(parameters)
+        self._set_model(parameters)
         clients = self.sampler.draw(client_manager, self.num_fit_clients, stream=_FIT, number=number)
         self._sampled = len(clients)
         config: dict[str, Scalar] = {"server_round": number}
@@ -254,10 +250,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         began = time.perf_counter()
         number = self._number(server_round)
         self._round = number
-        layers = self._require_global()
+        model = self._require_model()
         sampled = self._sampled if self._sampled is not None else len(results) + len(failures)
         self._sampled = None
-        updates = ClientUpdates(results, self._arrays, layers, device=self.device, order=self.sampler.order)
+        updates = ClientUpdates(results, model.arrays, model.layers, device=self.device, order=self.sampler.order)
         metrics: dict[str, Scalar] = {
             "clients_sampled": sampled,
             "clients_accepted": len(updates),
@@ -275,54 +271,37 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
                 metrics, began, f"{len(updates)} usable results of {sampled} clients sampled, {needed} needed"
             )
         try:
-            arrays, memory = self._apply(number, updates, metrics)
+            successor, memory = self._step(number, model, updates, metrics)
         except FloatingPointError as error:
-            return self._fail(metrics, began, str(error))
+            advice = f"lower server_lr (now {self.server_lr:g}) or the clients' learning rate"
+            return self._fail(metrics, began, f"{error}: the run diverges; {advice}")
         self.memory.update(memory)
         self._failed_rounds = 0
-        self._set_arrays(ndarrays_to_parameters(arrays), arrays)
+        self._model = successor
         if self.fit_metrics_aggregation_fn is not None:
             pairs = list(zip(updates.num_examples, updates.metrics, strict=True))
             metrics.update(self.fit_metrics_aggregation_fn(pairs))
         metrics["aggregate_seconds"] = time.perf_counter() - began
-        return self._parameters, metrics
+        return successor.parameters, metrics
 
-    def _apply(
-        self, number: int, updates: ClientUpdates, metrics: dict[str, Scalar]
-    ) -> tuple[list[Array], dict[str, Tensor]]:
-        """Return θ_{t+1} and what to remember; raise FloatingPointError if the step is not finite."""
+    def _step(
+        self, number: int, model: GlobalModel, updates: ClientUpdates, metrics: dict[str, Scalar]
+    ) -> tuple[GlobalModel, dict[str, Tensor]]:
+        """Return θ_{t+1} and what to remember; raise FloatingPointError if it is not finite."""
         step = self.server_lr * self.server_lr_decay ** (number - 1)
-        arrays: list[Array] = list(self._arrays)
+        successor = Successor(model)
         memory: dict[str, Tensor] = {}
         diagnosis = Diagnosis(updates.weights)
-        for layer, direction in zip(updates.layers.layers, self.solve(updates), strict=True):
+        for layer, direction in zip(model.layers.layers, self.solve(updates), strict=True):
             diagnosis.add(direction)
             memory.update(self.remember(layer, direction))
-            vector = (step * direction.vector).cpu().numpy()
-            offset = 0
-            for t in layer.tensors:
-                old = self._arrays[t]
-                part = vector[offset : offset + old.size].reshape(old.shape)
-                offset += old.size
-                with np.errstate(over="ignore", invalid="ignore"):
-                    arrays[t] = np.asarray(old + part).astype(old.dtype)
-                if not is_finite(arrays[t]):
-                    raise FloatingPointError(
-                        f"the step of layer {layer.name!r} is not finite: the run diverges; lower server_lr "
-                        f"(now {self.server_lr:g}) or the clients' learning rate"
-                    )
-        metrics.update(diagnosis.metrics())
-        rho = updates.weights.cpu().numpy()
-        for t in updates.layers.indices("buffer"):
-            mean = np.zeros(self._arrays[t].shape, np.float64)
-            for share, tensor in zip(rho, updates.tensors(t), strict=True):
-                mean += share * tensor
-            arrays[t] = mean.astype(self._arrays[t].dtype)
-        for t in updates.layers.indices("counter"):
-            tensors = updates.tensors(t)
-            arrays[t] = np.asarray(np.maximum.reduce(tensors)).astype(self._arrays[t].dtype)
-        self._watch_growth(arrays, updates.layers, metrics)
-        return arrays, memory
+            successor.move(layer, step * direction.vector)
+        moved = successor.finish(updates)
+        if self._start_norm is None:
+            self._start_norm = model.norm
+        warn_of_growth(moved.norm, self._start_norm, self.server_lr)
+        metrics.update(diagnosis.metrics(), parameter_norm=moved.norm)
+        return moved, memory
 
     def _needed(self, sampled: int) -> int:
         if isinstance(self.min_completed, int):
@@ -340,7 +319,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         if self._failed_rounds >= self.max_failed_rounds:
             why = "; ".join([reason, *self._reasons[:3]])
             raise RoundsFailed(f"{self._failed_rounds} rounds in a row failed, the last one: {why}.", metrics)
-        return self._parameters, metrics
+        return self._model.parameters if self._model else None, metrics
 
     def _report_losses(
         self,
@@ -363,19 +342,6 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         losses = [m.get("train_loss") for m in updates.metrics]
         if losses and all(isinstance(x, (int, float)) for x in losses):
             metrics["train_loss"] = float(np.dot(updates.weights.cpu().numpy(), np.array(losses, np.float64)))
-
-    def _watch_growth(self, arrays: Sequence[Array], layers: LayerMap, metrics: dict[str, Scalar]) -> None:
-        norm = _norm(arrays, layers)
-        metrics["parameter_norm"] = norm
-        if self._start_norm is None:
-            self._start_norm = _norm(self._arrays, layers)
-        if norm > _GROWTH * (1 + self._start_norm):
-            logger.warning(
-                "the global model's norm is %.3g, it was %.3g at the start: the run diverges; lower server_lr (now %g)",
-                norm,
-                self._start_norm,
-                self.server_lr,
-            )
 
     def aggregate_evaluate(
         self,
@@ -407,41 +373,22 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             self._offset = self._round + 1 - server_round
         return server_round + self._offset
 
-    def _set_global(self, parameters: Parameters) -> None:
-        if parameters is self._parameters:
-            return
-        try:
-            arrays = decode_all(parameters)
-        except UnusableTensor as error:
-            raise ValueError(f"the global model cannot be read: {error}.") from error
-        layers = self._layers_for(arrays)
-        for name, array in zip(layers.names, arrays, strict=True):
-            if not is_finite(array):
-                raise ValueError(f"the global model holds NaN or Inf in tensor {name!r}; start from finite weights.")
-        self._layers = layers
-        self._set_arrays(parameters, arrays)
-        self._check_memory(layers)
+    def _set_model(self, parameters: Parameters) -> GlobalModel:
+        if self._model is None or parameters is not self._model.parameters:
+            model = GlobalModel(parameters, self.layers)
+            require_layers(model.layers, self.memory)
+            self._model = model
+        return self._model
 
-    def _set_arrays(self, parameters: Parameters, arrays: list[Array]) -> None:
-        self._parameters, self._arrays = parameters, arrays
-
-    def _layers_for(self, arrays: Sequence[Array]) -> LayerMap:
-        if self.layers is not None:
-            return self.layers.for_arrays(arrays)
-        if not arrays:
-            raise ValueError("the global model has no tensors; pass initial_parameters with at least one array.")
-        return LayerMap.from_arrays(arrays)
-
-    def _require_global(self) -> LayerMap:
-        if self._parameters is None:
-            if self.initial_parameters is None:
-                raise ValueError(
-                    "there is no global model to update: pass initial_parameters, or call configure_fit "
-                    "before aggregate_fit."
-                )
-            self._set_global(self.initial_parameters)
-        assert self._layers is not None
-        return self._layers
+    def _require_model(self) -> GlobalModel:
+        if self._model is not None:
+            return self._model
+        if self.initial_parameters is None:
+            raise ValueError(
+                "there is no global model to update: pass initial_parameters, or call configure_fit before "
+                "aggregate_fit."
+            )
+        return self._set_model(self.initial_parameters)
 
     # ---- state ----------------------------------------------------------------------------------------------
 
@@ -478,31 +425,15 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
                 f"the state belongs to {state['strategy']}, this is {type(self).__name__}; "
                 "resume with the strategy that was saved."
             )
-        before = self.memory
-        self.memory = {
-            k: torch.as_tensor(v).to(self.device, torch.float64, copy=True) for k, v in state["memory"].items()
-        }
-        known = self._layers or self.layers
+        memory = {k: torch.as_tensor(v).to(self.device, torch.float64, copy=True) for k, v in state["memory"].items()}
+        known = self._model.layers if self._model else self.layers
         if known is not None:
-            try:
-                self._check_memory(known)
-            except ValueError:
-                self.memory = before
-                raise
+            require_layers(known, memory)
+        self.memory = memory
         self._round = int(state["round"])
         self._failed_rounds = int(state["failed_rounds"])
         self._start_norm = state.get("start_norm")
         self._offset = None
-
-    def _check_memory(self, layers: LayerMap) -> None:
-        sizes = {layer.name: layer.size for layer in layers.layers}
-        for key, tensor in self.memory.items():
-            name = key.partition("/")[2]
-            if sizes.get(name) != tensor.numel():
-                raise ValueError(
-                    f"the state remembers {tensor.numel()} values for layer {name!r}, the model has "
-                    f"{sizes.get(name, 'no such layer')}; resume with the model that was saved."
-                )
 
 
 def _require(ok: bool, name: str, value: object, wanted: str) -> None:
@@ -522,9 +453,3 @@ def _reason(failure: tuple[ClientProxy, Any] | BaseException) -> str:
         client, res = failure
         text = f"client {client.cid}: status {res.status.code.name}: {res.status.message}"
     return " ".join(text.split())[:300]
-
-
-def _norm(arrays: Sequence[Array], layers: LayerMap) -> float:
-    return math.sqrt(
-        sum(float(np.linalg.norm(arrays[t].reshape(-1).astype(np.float64))) ** 2 for t in layers.indices("trainable"))
-    )

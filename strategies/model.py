@@ -1,0 +1,131 @@
+"""GlobalModel: θ_t as Flower holds it and as arrays, and how a round turns it into θ_{t+1}."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import numpy as np
+from flwr.common import Parameters, ndarrays_to_parameters
+from torch import Tensor
+
+from .layers import Layer, LayerMap
+from .updates import Array, ClientUpdates, UnusableTensor, decode_all, is_finite
+
+logger = logging.getLogger(__name__)
+
+# A model this many times longer than at the start has left every useful region of weight space.
+_GROWTH = 1e4
+
+
+class GlobalModel:
+    """The global model of a round.
+
+    Parameters
+    ----------
+    parameters : Parameters
+        As exchanged with Flower; kept, so that an unchanged model is the same object.
+    layers : LayerMap, optional
+        None: each floating-point tensor is a layer of its own.
+
+    Attributes
+    ----------
+    arrays : list of ndarray
+        Its tensors, views of `parameters` where it was decoded from them.
+    layers : LayerMap
+        Checked against the arrays.
+    norm : float
+        Euclidean norm of all trainable tensors.
+
+    Raises
+    ------
+    ValueError
+        If the parameters cannot be read, are not finite or do not fit `layers`.
+    """
+
+    def __init__(self, parameters: Parameters, layers: LayerMap | None) -> None:
+        try:
+            arrays = decode_all(parameters)
+        except UnusableTensor as error:
+            raise ValueError(f"the global model cannot be read: {error}.") from error
+        if not arrays:
+            raise ValueError("the global model has no tensors; pass initial_parameters with at least one array.")
+        self.layers = LayerMap.from_arrays(arrays) if layers is None else layers.for_arrays(arrays)
+        for name, array in zip(self.layers.names, arrays, strict=True):
+            if not is_finite(array):
+                raise ValueError(f"the global model holds NaN or Inf in tensor {name!r}; start from finite weights.")
+        self.parameters = parameters
+        self.arrays = arrays
+        self.norm = self._norm()
+
+    def _norm(self) -> float:
+        flat = (self.arrays[t].reshape(-1).astype(np.float64) for t in self.layers.indices("trainable"))
+        return math.sqrt(sum(float(x @ x) for x in flat))
+
+
+class Successor:
+    """θ_{t+1} while it is being put together, from θ_t and a direction for each layer."""
+
+    def __init__(self, model: GlobalModel) -> None:
+        self._model = model
+        self._arrays: list[Array] = list(model.arrays)
+
+    def move(self, layer: Layer, step: Tensor) -> None:
+        """Add a step, (d_q,), to the tensors of a layer; dtypes and shapes stay.
+
+        Raises
+        ------
+        FloatingPointError
+            If the result is not finite in the tensors' dtype.
+        """
+        flat = step.cpu().numpy()
+        offset = 0
+        for t in layer.tensors:
+            old = self._model.arrays[t]
+            part = flat[offset : offset + old.size].reshape(old.shape)
+            offset += old.size
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._arrays[t] = np.asarray(old + part).astype(old.dtype)
+            if not is_finite(self._arrays[t]):
+                raise FloatingPointError(f"the step of layer {layer.name!r} is not finite")
+
+    def finish(self, updates: ClientUpdates) -> GlobalModel:
+        """Average the buffers with the clients' shares, take the counters' maximum, and return θ_{t+1}."""
+        rho = updates.weights.cpu().numpy()
+        for t in self._model.layers.indices("buffer"):
+            mean = np.zeros(self._model.arrays[t].shape, np.float64)
+            for share, tensor in zip(rho, updates.tensors(t), strict=True):
+                mean += share * tensor
+            self._arrays[t] = mean.astype(self._model.arrays[t].dtype)
+        for t in self._model.layers.indices("counter"):
+            self._arrays[t] = np.asarray(np.maximum.reduce(updates.tensors(t))).astype(self._model.arrays[t].dtype)
+        return GlobalModel(ndarrays_to_parameters(self._arrays), self._model.layers)
+
+
+def warn_of_growth(norm: float, start: float, server_lr: float) -> None:
+    """Log a warning where the model's norm has left its scale at the start."""
+    if norm > _GROWTH * (1 + start):
+        logger.warning(
+            "the global model's norm is %.3g, it was %.3g at the start: the run diverges; lower server_lr (now %g)",
+            norm,
+            start,
+            server_lr,
+        )
+
+
+def require_layers(layers: LayerMap, memory: dict[str, Tensor]) -> None:
+    """Check that remembered vectors, by "<what>/<layer name>", have the sizes of a model's layers.
+
+    Raises
+    ------
+    ValueError
+        One sentence naming the first that does not fit.
+    """
+    sizes: dict[str, int | str] = {layer.name: layer.size for layer in layers.layers}
+    for key, tensor in memory.items():
+        name = key.partition("/")[2]
+        if sizes.get(name) != tensor.numel():
+            raise ValueError(
+                f"the state remembers {tensor.numel()} values for layer {name!r}, the model has "
+                f"{sizes.get(name, 'no such layer')}; resume with the model that was saved."
+            )
