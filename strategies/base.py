@@ -13,12 +13,12 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import flwr.server.strategy
-import numpy as np
 import torch
 from flwr.common import (
+    Code,
     EvaluateIns,
     EvaluateRes,
     FitIns,
@@ -32,9 +32,10 @@ from torch import Tensor
 
 from .diagnosis import Diagnosis
 from .layers import Layer, LayerMap
-from .model import GlobalModel, Successor, require_layers, warn_of_growth
+from .model import GlobalModel, Successor, check_memory, require_layers, warn_of_growth
+from .options import is_count, is_integer, is_real, require, resolve_device
 from .sampling import ClientSampler, PartitionOrder
-from .updates import ClientUpdates, LayerDirection
+from .updates import ClientUpdates, LayerDirection, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +51,6 @@ class RoundsFailed(RuntimeError):
     def __init__(self, message: str, metrics: Mapping[str, Scalar]) -> None:
         super().__init__(message)
         self.metrics = dict(metrics)
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return the device solves run on; "auto" is the GPU where there is one."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(device)
 
 
 class UpdateStrategy(flwr.server.strategy.FedAvg):
@@ -98,6 +92,9 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         If an option is out of range; one sentence that names it.
     """
 
+    remembers: ClassVar[tuple[str, ...]] = ()
+    """The kinds of vectors a method keeps in `memory`, one of each kind a layer."""
+
     def __init__(
         self,
         *,
@@ -113,23 +110,25 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)
-        number = isinstance(server_lr, int | float) and math.isfinite(server_lr) and server_lr > 0
-        _require(number, "server_lr", server_lr, "a finite number > 0")
-        number = isinstance(server_lr_decay, int | float) and 0 < server_lr_decay <= 1
-        _require(number, "server_lr_decay", server_lr_decay, "in (0, 1]")
-        _require(isinstance(seed, int) and seed >= 0, "seed", seed, "an integer ≥ 0")
-        _require(max_failed_rounds >= 1, "max_failed_rounds", max_failed_rounds, "at least 1")
-        if isinstance(min_completed, float):
-            _require(0 <= min_completed <= 1, "min_completed", min_completed, "a share in [0, 1], or a count")
-        elif min_completed is not None:
-            _require(min_completed >= 1, "min_completed", min_completed, "a count of at least 1, or a share")
+        require("server_lr", server_lr, "a finite number above 0", is_real(server_lr) and server_lr > 0)
+        require("server_lr_decay", server_lr_decay, "in (0, 1]", is_real(server_lr_decay) and 0 < server_lr_decay <= 1)
+        require("seed", seed, "an integer of at least 0", is_integer(seed) and seed >= 0)
+        require("max_failed_rounds", max_failed_rounds, "an integer of at least 1", is_count(max_failed_rounds))
+        require("wait_timeout", wait_timeout, "a number of seconds", is_real(wait_timeout) and wait_timeout >= 0)
+        require("layers", layers, "a LayerMap, e.g. LayerMap.from_module(model)", isinstance(layers, LayerMap | None))
+        if min_completed is not None:
+            share = not is_integer(min_completed) and is_real(min_completed) and 0 <= min_completed <= 1
+            wanted = "a count of at least 1, or a share of the sampled clients as a float in [0, 1]"
+            require("min_completed", min_completed, wanted, share or is_count(min_completed))
+        for name in ("fraction_fit", "fraction_evaluate"):
+            require(name, getattr(self, name), "a share in [0, 1]", is_real(v := getattr(self, name)) and 0 <= v <= 1)
         self.server_lr = server_lr
         self.server_lr_decay = server_lr_decay
         self.layers = layers
         self.device = resolve_device(device)
         self.min_completed = min_completed
         self.max_failed_rounds = max_failed_rounds
-        self.sampler = ClientSampler(seed, partition_order, wait_timeout)
+        self.sampler = ClientSampler(int(seed), partition_order, wait_timeout)
 
         self.memory: dict[str, Tensor] = {}
         """What the method remembers between rounds: float64 vectors by "<what>/<layer name>"."""
@@ -176,7 +175,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     def num_evaluation_clients(self, num_available_clients: int) -> tuple[int, int]:
         """Return how many clients to evaluate on, and how many must be connected first."""
         size = max(_share(self.fraction_evaluate, num_available_clients), self.min_evaluate_clients)
-        return size, max(self.min_available_clients, self.min_evaluate_clients)
+        return size, self.min_available_clients
 
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -199,9 +198,13 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self._sampled = len(clients)
         config: dict[str, Scalar] = {"server_round": number}
         if self.on_fit_config_fn is not None:
-            config.update(self.on_fit_config_fn(number))
+            config.update(self.on_fit_config_fn(number) or {})
         ins = FitIns(parameters, config)
         return [(client, ins) for client in clients]
+
+    def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
+        """Call `evaluate_fn`, if there is one, with the round's number counted over resumed runs."""
+        return super().evaluate(self._number_of_finished(server_round), parameters)
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -209,11 +212,14 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         """Choose the clients that evaluate the global model; none if `fraction_evaluate` is 0."""
         if self.fraction_evaluate == 0.0:
             return []
-        number = self._number(server_round)
+        number = self._number_of_finished(server_round)
         clients = self.sampler.draw(client_manager, self.num_evaluation_clients, stream=_EVALUATE, number=number)
+        if len(clients) < self.min_evaluate_clients:
+            logger.warning("round %d: %d clients are too few to evaluate on", number, len(clients))
+            return []
         config: dict[str, Scalar] = {"server_round": number}
         if self.on_evaluate_config_fn is not None:
-            config.update(self.on_evaluate_config_fn(number))
+            config.update(self.on_evaluate_config_fn(number) or {})
         ins = EvaluateIns(parameters, config)
         return [(client, ins) for client in clients]
 
@@ -275,12 +281,12 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         except FloatingPointError as error:
             advice = f"lower server_lr (now {self.server_lr:g}) or the clients' learning rate"
             return self._fail(metrics, began, f"{error}: the run diverges; {advice}")
+        if self.fit_metrics_aggregation_fn is not None:
+            pairs = list(zip(updates.num_examples, updates.metrics, strict=True))
+            metrics.update(self.fit_metrics_aggregation_fn(pairs) or {})
         self.memory.update(memory)
         self._failed_rounds = 0
         self._model = successor
-        if self.fit_metrics_aggregation_fn is not None:
-            pairs = list(zip(updates.num_examples, updates.metrics, strict=True))
-            metrics.update(self.fit_metrics_aggregation_fn(pairs))
         metrics["aggregate_seconds"] = time.perf_counter() - began
         return successor.parameters, metrics
 
@@ -304,9 +310,9 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         return moved, memory
 
     def _needed(self, sampled: int) -> int:
-        if isinstance(self.min_completed, int):
-            return self.min_completed
-        share = 0.5 if self.min_completed is None else self.min_completed
+        if is_integer(self.min_completed):
+            return int(self.min_completed)
+        share = 0.5 if self.min_completed is None else float(self.min_completed)
         return max(1, math.ceil(share * sampled - 1e-9))
 
     def _fail(
@@ -339,9 +345,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         if failed:
             metrics["failure_reasons"] = json.dumps(failed[:_REASONS])
         self._reasons = [*(str(r) for r in updates.rejected), *failed]
-        losses = [m.get("train_loss") for m in updates.metrics]
-        if losses and all(isinstance(x, (int, float)) for x in losses):
-            metrics["train_loss"] = float(np.dot(updates.weights.cpu().numpy(), np.array(losses, np.float64)))
+        losses = [(n, m["train_loss"]) for n, m in zip(updates.num_examples, updates.metrics, strict=True)
+                  if is_real(m.get("train_loss"))]  # fmt: skip
+        if losses:
+            metrics["train_loss"] = sum(n * float(x) for n, x in losses) / sum(n for n, _ in losses)
 
     def aggregate_evaluate(
         self,
@@ -349,19 +356,29 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         results: list[tuple[ClientProxy, EvaluateRes]],
         failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
     ) -> tuple[float | None, dict[str, Scalar]]:
-        """Average the clients' losses by their number of examples, in canonical order."""
+        """Average the clients' losses by their number of examples, in canonical order.
+
+        Results without examples, with a status other than OK or a loss that is not finite, and further results
+        of one client are left out and logged.
+        """
+        number = self._number_of_finished(server_round)
         for failure in failures:
-            logger.warning("round %d: evaluation failed %s", server_round, _reason(failure))
-        usable = sorted(
-            (pair for pair in results if pair[1].num_examples > 0), key=lambda pair: self.sampler.order(pair[0].cid)
-        )
+            logger.warning("round %d: evaluation failed %s", number, _reason(failure))
+        usable: dict[str, EvaluateRes] = {}
+        for client, res in sorted(results, key=lambda pair: self.sampler.order(pair[0].cid)):
+            good = getattr(res.status, "code", Code.OK) is Code.OK and is_count(res.num_examples) and is_real(res.loss)
+            if good and client.cid not in usable:
+                usable[client.cid] = res
+            elif res.num_examples != 0:
+                logger.warning("round %d: evaluation of client %s is not used", number, client.cid)
         if not usable or (failures and not self.accept_failures):
             return None, {}
-        total = sum(res.num_examples for _, res in usable)
-        loss = sum(res.num_examples * res.loss for _, res in usable) / total
+        total = sum(res.num_examples for res in usable.values())
+        loss = sum(res.num_examples * res.loss for res in usable.values()) / total
         metrics: dict[str, Scalar] = {}
         if self.evaluate_metrics_aggregation_fn is not None:
-            metrics.update(self.evaluate_metrics_aggregation_fn([(r.num_examples, r.metrics) for _, r in usable]))
+            pairs = [(res.num_examples, res.metrics) for res in usable.values()]
+            metrics.update(self.evaluate_metrics_aggregation_fn(pairs) or {})
         return float(loss), metrics
 
     # ---- the global model and the round number -----------------------------------------------------------
@@ -372,6 +389,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             # After load_state_dict a caller may go on counting, or start at 1 as Flower does.
             self._offset = self._round + 1 - server_round
         return server_round + self._offset
+
+    def _number_of_finished(self, server_round: int) -> int:
+        """Number of a round that is over, or, before the first after `load_state_dict`, of the one resumed from."""
+        return self._round if self._offset is None else server_round + self._offset
 
     def _set_model(self, parameters: Parameters) -> GlobalModel:
         if self._model is None or parameters is not self._model.parameters:
@@ -398,8 +419,9 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         Returns
         -------
         dict
-            `strategy` (str), `round` (int), `failed_rounds` (int) and `memory`, a dict of float64 CPU tensors.
-            Everything but `memory` is JSON; `memory` goes into a safetensors file as it is.
+            `strategy` (str), `round` (int), `failed_rounds` (int), `start_norm` (float or None) and `memory`,
+            a dict of float64 CPU tensors. Everything but `memory` is JSON; `memory` goes into a safetensors
+            file as it is.
         """
         return {
             "strategy": type(self).__name__,
@@ -417,7 +439,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         ValueError
             If the state is another strategy's, lacks an entry, or does not fit the model.
         """
-        missing = {"strategy", "round", "failed_rounds", "memory"} - set(state)
+        missing = {"strategy", "round", "failed_rounds", "start_norm", "memory"} - set(state)
         if missing:
             raise ValueError(f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned.")
         if state["strategy"] != type(self).__name__:
@@ -425,20 +447,18 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
                 f"the state belongs to {state['strategy']}, this is {type(self).__name__}; "
                 "resume with the strategy that was saved."
             )
-        memory = {k: torch.as_tensor(v).to(self.device, torch.float64, copy=True) for k, v in state["memory"].items()}
-        known = self._model.layers if self._model else self.layers
-        if known is not None:
-            require_layers(known, memory)
+        number, failed, start_norm = state["round"], state["failed_rounds"], state["start_norm"]
+        require("the state's round", number, "an integer of at least 0", is_integer(number) and number >= 0)
+        require("the state's failed_rounds", failed, "an integer of at least 0", is_integer(failed) and failed >= 0)
+        require("the state's start_norm", start_norm, "a number or None", start_norm is None or is_real(start_norm))
+        memory = check_memory(state["memory"], self.remembers, self.device)
+        if self._model is None and self.initial_parameters is not None:
+            self._set_model(self.initial_parameters)
+        if self._model is not None:  # otherwise the first model that comes is checked
+            require_layers(self._model.layers, memory)
         self.memory = memory
-        self._round = int(state["round"])
-        self._failed_rounds = int(state["failed_rounds"])
-        self._start_norm = state.get("start_norm")
+        self._round, self._failed_rounds, self._start_norm = int(number), int(failed), start_norm
         self._offset = None
-
-
-def _require(ok: bool, name: str, value: object, wanted: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}={value!r} must be {wanted}.")
 
 
 def _share(fraction: float, available: int) -> int:
@@ -452,4 +472,4 @@ def _reason(failure: tuple[ClientProxy, Any] | BaseException) -> str:
     else:
         client, res = failure
         text = f"client {client.cid}: status {res.status.code.name}: {res.status.message}"
-    return " ".join(text.split())[:300]
+    return one_line(text)

@@ -36,7 +36,7 @@ class CRAFT(UpdateStrategy):
         U g = ρ, as in the paper.
     scale : {"raw", "mean_norm"}
         Length of a layer's direction: as solved, or Σ ρ_i ‖g_i‖, the mean length of the layer's updates,
-        with which server_lr=1 is natural.
+        with which server_lr=1 is natural. The `residual` reported is that of the solve, before scaling.
     layers : LayerMap, optional
         The paper's layers are modules: pass `LayerMap.from_module(model)`.
     ridge, rtol
@@ -50,6 +50,8 @@ class CRAFT(UpdateStrategy):
     ValueError
         If an option is out of range.
     """
+
+    remembers = ("reference",)
 
     def __init__(
         self,
@@ -74,21 +76,31 @@ class CRAFT(UpdateStrategy):
         self.rtol = rtol
 
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
-        """Solve one layer in two reads of its updates: inner products, then the combination."""
+        """Solve one layer in two reads of its updates: inner products, then the combination.
+
+        A layer that no client has changed does not move, and keeps its ĝ for the next round.
+        """
         reference = self.memory.get(f"reference/{layer.name}")
         inner = updates.gram(layer, reference)
+        if not bool(inner.matrix.diagonal().any()):
+            return updates.combine(layer, torch.zeros_like(updates.weights))
         try:
             found = craft.coefficients(inner.matrix, inner.cross, updates.weights, ridge=self.ridge, rtol=self.rtol)
         except ValueError as error:
             raise FloatingPointError(f"layer {layer.name!r}: {error}") from error
         direction = updates.combine(layer, found.coefficients, reference)
-        if self.scale == "mean_norm":
-            length = updates.weights @ direction.squared_norms.sqrt()
-            norm = torch.linalg.vector_norm(direction.vector)
-            direction = direction.scaled(torch.where(norm > 0, length / norm, 0.0))
+        norm = torch.linalg.vector_norm(direction.vector)
+        # Where the exact direction is zero (opposite clients with equal shares) rounding leaves a vector that
+        # means nothing; it must not be scaled up, now or as the next ĝ.
+        size = torch.linalg.vector_norm(updates.weights) + (0.0 if reference is None else 1.0)
+        real = norm > craft.ROUNDING * len(updates) * torch.finfo(torch.float64).eps * size
+        length = updates.weights @ direction.squared_norms.sqrt() if self.scale == "mean_norm" else norm
+        direction = direction.scaled(torch.where(real, length / norm, 0.0))
         return replace(direction, diagnostics={"residual": found.residual, "rank": found.rank})
 
     def remember(self, layer: Layer, direction: LayerDirection) -> Mapping[str, Tensor]:
         """Keep the direction at unit length: the next round's ĝ."""
+        if "rank" not in direction.diagnostics:
+            return {}
         norm = torch.linalg.vector_norm(direction.vector)
         return {f"reference/{layer.name}": direction.vector / torch.where(norm > 0, norm, 1.0)}

@@ -44,8 +44,8 @@ class Combinations:
 
     Attributes
     ----------
-    vectors : Tensor, (k, d), float64
-        β_k·reference + Σ_i α_ki g_i.
+    vectors : Tensor, (keep, d), float64
+        β_k·reference + Σ_i α_ki g_i, the first `keep` of them.
     products : Tensor, (k, m), float64
         ⟨g_i, vectors_k⟩.
     squared_norms : Tensor, (m,), float64
@@ -98,6 +98,8 @@ def combine(
     d: int,
     reference: Tensor | None = None,
     reference_weights: Tensor | None = None,
+    *,
+    keep: int | None = None,
 ) -> Combinations:
     """Form k combinations of the rows of A, (m, d), and their inner products with every row, in one read.
 
@@ -112,16 +114,19 @@ def combine(
     reference : Tensor, (d,), float64, optional
     reference_weights : Tensor, (k,), float64, optional
         β; zero when absent.
+    keep : int, optional
+        How many of the k vectors are wanted; of the others only the inner products are. All by default.
     """
     k, m = coefficients.shape
-    vectors = torch.empty((k, d), dtype=torch.float64, device=coefficients.device)
+    keep = k if keep is None else keep
+    vectors = torch.empty((keep, d), dtype=torch.float64, device=coefficients.device)
     products = torch.zeros((k, m), dtype=torch.float64, device=coefficients.device)
     squared_norms = torch.zeros(m, dtype=torch.float64, device=coefficients.device)
     for columns, block in blocks:
         part = coefficients @ block
         if reference is not None and reference_weights is not None:
             part.addr_(reference_weights, reference[columns])
-        vectors[:, columns] = part
+        vectors[:, columns] = part[:keep]
         products.addmm_(part, block.T)
         squared_norms += torch.linalg.vecdot(block, block)
     return Combinations(vectors, products, squared_norms)

@@ -75,8 +75,9 @@ class LayerMap:
     def from_module(cls, module: nn.Module) -> LayerMap:
         """Group the tensors of `module.state_dict()`, in its order.
 
-        Parameters of one submodule form a layer; those of a normalisation module (BatchNorm, InstanceNorm,
-        GroupNorm, LayerNorm, RMSNorm) join the layer registered before it. Parameters that do not require
+        Parameters of one submodule form a layer. Those of a normalisation module (BatchNorm, InstanceNorm,
+        GroupNorm, LayerNorm, RMSNorm), and of any submodule that has only scalars and vectors, join the layer
+        registered before it. Parameters that do not require
         a gradient, and floating-point buffers, are buffers; integer and boolean tensors are counters.
         Parameters shared between modules (tied weights) appear in the `state_dict` more than once; the
         later ones join the layer of the first, so that one solve moves them together.
@@ -84,38 +85,33 @@ class LayerMap:
         Raises
         ------
         ValueError
-            If the module has no tensors.
+            If the module has no tensors, or one that is not real.
         """
-        owner: dict[str, str] = {}
+        owner: dict[int, str] = {}  # by identity: wrappers may rename what they hold
         norms: set[str] = set()
         for prefix, child in module.named_modules():
-            if isinstance(child, _NORMS):
+            own = [p for p in child._parameters.values() if p is not None]
+            for parameter in own:
+                owner.setdefault(id(parameter), prefix)
+            if isinstance(child, _NORMS) or (prefix and own and all(p.ndim <= 1 for p in own)):
                 norms.add(prefix)
-            for key in child._parameters:
-                owner[f"{prefix}.{key}" if prefix else key] = prefix
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        first_name: dict[int, str] = {}
-        names, shapes, kinds, groups = [], [], [], []
-        for name, tensor in module.state_dict().items():
-            if not isinstance(tensor, torch.Tensor):
+        names: list[str] = []
+        shapes: list[tuple[int, ...]] = []
+        kinds: list[Kind] = []
+        groups: list[str | None] = []
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if not isinstance(tensor, torch.Tensor) or tensor.is_complex():
+                what = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+                raise ValueError(f"state_dict entry {name!r} is {what}; LayerMap needs real tensors only.")
+            trainable = tensor.is_floating_point() and tensor.requires_grad
+            if trainable and id(tensor) not in owner:
                 raise ValueError(
-                    f"state_dict entry {name!r} is a {type(tensor).__name__}, not a tensor; "
-                    "LayerMap needs tensors only."
+                    f"state_dict entry {name!r} is trained but belongs to no submodule; build the map by from_names."
                 )
-            parameter = parameters.get(name)
-            group = None
-            if not tensor.is_floating_point():
-                kind: Kind = "counter"
-            elif parameter is None or not parameter.requires_grad:
-                kind = "buffer"
-            else:
-                kind = "trainable"
-                tied_to = first_name.setdefault(id(parameter), name)
-                group = owner[tied_to]
             names.append(name)
             shapes.append(tuple(tensor.shape))
-            kinds.append(kind)
-            groups.append(group)
+            kinds.append("trainable" if trainable else "buffer" if tensor.is_floating_point() else "counter")
+            groups.append(owner[id(tensor)] if trainable else None)
         return cls._build(names, shapes, kinds, groups, norms)
 
     @classmethod
@@ -147,13 +143,13 @@ class LayerMap:
                 kinds.append("buffer")
             else:
                 kinds.append("trainable")
-                # A bare name without a dot has no module: it is a layer of its own.
-                group = module if module else name
+                # A bare name without a dot has no module: it is a layer of its own, told apart by the colon.
+                group = module if module else f":{name}"
                 widest[group] = max(widest.get(group, 0), len(shape))
                 groups.append(group)
                 continue
             groups.append(None)
-        norms = {group for group, ndim in widest.items() if ndim <= 1 and group not in names}
+        norms = {group for group, ndim in widest.items() if ndim <= 1 and not group.startswith(":")}
         return cls._build(list(names), [tuple(int(n) for n in s) for s in shapes], kinds, groups, norms)
 
     @classmethod
@@ -168,7 +164,7 @@ class LayerMap:
         return cls._build(names, [a.shape for a in arrays], kinds, groups, set())
 
     def for_arrays(self, arrays: Sequence[np.ndarray]) -> LayerMap:
-        """Check that this map describes `arrays`, and turn integer arrays among the trainable into counters.
+        """Check that this map describes `arrays`; integer arrays become counters, floating-point counters buffers.
 
         Raises
         ------
@@ -187,7 +183,9 @@ class LayerMap:
                     f"the LayerMap gives {name!r} the shape {shape} but the global model has "
                     f"{tuple(array.shape)}; build it from the module whose parameters are exchanged."
                 )
-            kinds.append(kind if array.dtype.kind == "f" else "counter")
+            # Averaging turns counters into floats; such a model's counters are averaged from then on.
+            real: Kind = "buffer" if kind == "counter" else kind
+            kinds.append(real if array.dtype.kind == "f" else "counter")
         if kinds == list(self.kinds):
             return self
         layers = []
@@ -233,7 +231,11 @@ class LayerMap:
             members.setdefault(target, []).append(i)
             previous = target
         layers = tuple(
-            Layer(name or names[tensors[0]], tuple(sorted(tensors)), sum(math.prod(shapes[i]) for i in tensors))
+            Layer(
+                names[tensors[0]] if name.startswith(":") or not name else name,
+                tuple(sorted(tensors)),
+                sum(math.prod(shapes[i]) for i in tensors),
+            )
             for name, tensors in members.items()
         )
         return cls(tuple(names), tuple(shapes), tuple(kinds), layers)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 
 import numpy as np
+import torch
 from flwr.common import Parameters, ndarrays_to_parameters
 from torch import Tensor
 
@@ -111,6 +113,28 @@ def warn_of_growth(norm: float, start: float, server_lr: float) -> None:
             start,
             server_lr,
         )
+
+
+def check_memory(memory: object, kinds: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
+    """Copy remembered vectors to `device` in float64.
+
+    Raises
+    ------
+    ValueError
+        If this is not a dict of finite vectors named "<kind>/<layer name>" with one of the `kinds`.
+    """
+    if not isinstance(memory, Mapping):
+        raise ValueError("the state's memory must be a dict of tensors; pass what state_dict() returned.")
+    vectors = {}
+    for key, value in memory.items():
+        if not isinstance(value, Tensor) or value.ndim != 1 or not bool(torch.isfinite(value).all()):
+            raise ValueError(f"the state's memory {key!r} must be a vector of finite numbers.")
+        if str(key).partition("/")[0] not in kinds:
+            raise ValueError(
+                f"the state's memory {key!r} is not one this strategy keeps ({', '.join(kinds) or 'none'})."
+            )
+        vectors[str(key)] = value.detach().to(device, torch.float64, copy=True)
+    return vectors
 
 
 def require_layers(layers: LayerMap, memory: dict[str, Tensor]) -> None:

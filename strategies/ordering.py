@@ -7,11 +7,14 @@ other partitions, and sums in another order, each time. Clients that answer `get
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_proxy import ClientProxy
+
+logger = logging.getLogger(__name__)
 
 # Requests wait for the client most of the time; the threads are short-lived.
 _THREADS = 64
@@ -42,7 +45,8 @@ def partition_order(clients: Sequence[ClientProxy], timeout: float | None = 600.
     def ask_or_none(client: ClientProxy) -> int | None:
         try:
             return ask(client)
-        except ValueError:  # what Flower's proxies raise for an error reply or a timeout
+        except (ValueError, OSError, RuntimeError) as error:  # Flower's proxies: an error reply, a timeout
+            logger.warning("client %s does not say which partition it is: %s", client.cid, error)
             return None
 
     with ThreadPoolExecutor(max_workers=min(_THREADS, max(1, len(clients)))) as pool:

@@ -48,6 +48,7 @@ class ClientSampler:
         self.wait_timeout = wait_timeout
         self._partition_order = partition_order
         self._partitions: dict[str, int] = {}
+        self._asked: set[str] = set()
 
     def order(self, cid: str) -> tuple[int, int, str]:
         """Sort key of a client: its partition if known, else its id."""
@@ -64,30 +65,35 @@ class ClientSampler:
         NotEnoughClients
             If the clients required are not connected and none has joined for `wait_timeout` seconds.
         """
-        self._wait(manager, size)
-        clients = dict(manager.all())
+        clients = self._wait(manager, size)
         if self._partition_order is not None:
-            new = [client for cid, client in clients.items() if cid not in self._partitions]
+            new = [client for cid, client in clients.items() if cid not in self._asked]
             if new:
                 self._partitions.update(self._partition_order(new))
+                self._asked.update(client.cid for client in new)
         ids = sorted(clients, key=self.order)
         count = min(size(len(ids))[0], len(ids))
         chosen = np.random.default_rng([self.seed, number, stream]).choice(len(ids), size=count, replace=False)
         return [clients[ids[i]] for i in sorted(chosen)]
 
-    def _wait(self, manager: ClientManager, size: Size) -> None:
+    def _wait(self, manager: ClientManager, size: Size) -> dict[str, ClientProxy]:
+        """Return the clients connected once they are enough."""
         most, since = -1, time.monotonic()
         while True:
             available = manager.num_available()
             required = size(available)[1]
             if available >= required:
-                return
+                clients = dict(manager.all())
+                if len(clients) >= required:  # some may have left since they were counted
+                    return clients
+                available = len(clients)
             if available > most:
                 most, since = available, time.monotonic()
                 logger.info("waiting for clients: %d of %d connected", available, required)
             if time.monotonic() - since > self.wait_timeout:
                 raise NotEnoughClients(
                     f"a round needs {required} connected clients but only {available} are there and none has joined "
-                    f"for {self.wait_timeout:g} s; start more clients or lower min_available_clients."
+                    f"for {self.wait_timeout:g} s; start more clients or lower min_available_clients "
+                    "(and min_fit_clients)."
                 )
             time.sleep(_POLL_SECONDS)

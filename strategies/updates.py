@@ -10,9 +10,11 @@ import functools
 import io
 import logging
 import math
+import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +23,7 @@ from flwr.common import Code, FitRes, Parameters, Scalar
 from flwr.server.client_proxy import ClientProxy
 from torch import Tensor
 
-from .gram import Combinations, Gram, block_columns, combine, gram
+from .gram import Gram, block_columns, combine, gram
 from .layers import Layer, LayerMap
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,22 @@ OrderKey = Callable[[str], tuple[int, int, str]]
 
 
 # What NumPy's header parser (ast and tokenize underneath) raises on text that is no header.
-_UNREADABLE = (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError)
+_UNREADABLE = (
+    ValueError,
+    SyntaxError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RecursionError,
+    MemoryError,
+    tokenize.TokenError,
+)
+# Numbers above this cannot be squared and summed in float64.
+_LARGEST = 1e150
+_MAX_DIMENSIONS = 32
+# Characters of a reason kept; a client may send a message of any length.
+_REASON = 300
 
 
 class UnusableTensor(ValueError):
@@ -47,7 +64,7 @@ class Rejection:
     reason: str
 
     def __str__(self) -> str:
-        return f"client {self.client}: {self.reason}"
+        return one_line(f"client {self.client}: {self.reason}")
 
 
 @dataclass(frozen=True)
@@ -78,9 +95,14 @@ class LayerDirection:
         return replace(self, vector=self.vector * factor, products=self.products * factor)
 
 
+def one_line(text: str) -> str:
+    """Return a text of any origin on one line of bounded length."""
+    return " ".join(text[: 4 * _REASON].split())[:_REASON]
+
+
 def client_order(cid: str) -> tuple[int, int, str]:
     """Sort key of a client id: numbers by value, then everything else alphabetically."""
-    return (0, int(cid), cid) if cid.lstrip("-").isdecimal() else (1, 0, cid)
+    return (0, int(cid), cid) if re.fullmatch(r"-?[0-9]{1,40}", cid) else (1, 0, cid)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -122,11 +144,17 @@ def decode(data: bytes) -> Array:
         shape, fortran, dtype = _parse_header(bytes(data[:start]))
     except _UNREADABLE as error:
         raise UnusableTensor("its .npy header cannot be read") from error
-    if dtype.kind not in "fiub":
-        raise UnusableTensor(f"dtype {dtype} is not a number")
-    if any(n < 0 for n in shape) or math.prod(shape) * dtype.itemsize != len(data) - start:
+    if dtype.kind not in "fiub" or dtype.itemsize > 8:
+        raise UnusableTensor(f"dtype {dtype} is not a number of at most 64 bits")
+    if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+        raise UnusableTensor("its header states a shape that no array has")
+    if math.prod(shape) * dtype.itemsize != len(data) - start:
         raise UnusableTensor(f"its header promises shape {shape} of {dtype} but {len(data) - start} bytes follow")
-    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if fortran else "C")
+    flat = np.frombuffer(data, dtype, offset=start)
+    try:
+        return flat.reshape(shape, order="F" if fortran else "C")
+    except ValueError as error:  # an empty array may still have dimensions beyond what NumPy can count
+        raise UnusableTensor("its header states a shape that no array has") from error
 
 
 def is_finite(array: Array) -> bool:
@@ -170,12 +198,27 @@ def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap) -> list[Arra
     for name, kind, array, expected in zip(layers.names, layers.kinds, arrays, reference, strict=True):
         if array.shape != expected.shape:
             raise UnusableTensor(f"tensor {name!r} has shape {array.shape}, the model's is {expected.shape}")
-        wanted = "iub" if kind == "counter" else "f"
+        wanted = "f" if kind != "counter" else "b" if expected.dtype.kind == "b" else "iu"
         if array.dtype.kind not in wanted:
             raise UnusableTensor(f"tensor {name!r} has dtype {array.dtype}, the model's is {expected.dtype}")
         if not is_finite(array):
             raise UnusableTensor(f"tensor {name!r} holds NaN or Inf")
+        if not _fits(array, expected.dtype):
+            raise UnusableTensor(f"tensor {name!r} holds values too large for the model's {expected.dtype}")
     return arrays
+
+
+def _fits(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Say whether an array's values can be held by `dtype` and, if they are real, squared in float64."""
+    if array.size == 0 or dtype.kind == "b":
+        return True
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return np.can_cast(array.dtype, dtype) or (int(array.min()) >= limits.min and int(array.max()) <= limits.max)
+    largest = min(float(np.finfo(dtype).max), _LARGEST)
+    if float(np.finfo(array.dtype).max) <= largest:
+        return True
+    return -largest <= float(array.min()) and float(array.max()) <= largest
 
 
 class ClientUpdates:
@@ -233,6 +276,11 @@ class ClientUpdates:
         self.weights = torch.tensor(shares, dtype=torch.float64, device=device)
         wide = any(a.dtype.itemsize > 4 for x in (global_arrays, *self._arrays) for a in x if a.dtype.kind == "f")
         self._stage = np.dtype(np.float64 if wide else np.float32)
+        # Clients by the dtypes they send. An update is taken from θ_t as such a client can hold it: a float32
+        # client that returns a float64 model untouched has an update of zero, not of its rounding errors.
+        self._senders: dict[tuple[np.dtype[np.generic], ...], list[int]] = {}
+        for i, arrays in enumerate(self._arrays):
+            self._senders.setdefault(tuple(a.dtype for a in arrays), []).append(i)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -252,19 +300,27 @@ class ClientUpdates:
             offset += size
         flat = {t: [a[t].reshape(-1) for a in self._arrays] for t in layer.tensors}
         start = {t: self._global[t].reshape(-1) for t in layer.tensors}
+        m = len(self)
         for low in range(0, layer.size, step):
             high = min(low + step, layer.size)
-            stage = np.empty((len(self) + 1, high - low), self._stage)
+            stage = np.empty((m + len(self._senders), high - low), self._stage)
             for t, first, size in pieces:
                 a, b = max(low, first), min(high, first + size)
                 if a >= b:
                     continue
                 source, target = slice(a - first, b - first), slice(a - low, b - low)
-                stage[-1, target] = start[t][source]
-                for row, array in zip(stage, flat[t], strict=False):
+                for row, array in zip(stage[:m], flat[t], strict=True):
                     row[target] = array[source]
+                for row, dtypes in zip(stage[m:], self._senders, strict=True):
+                    row[target] = start[t][source].astype(dtypes[t], copy=False)
             values = torch.from_numpy(stage).to(self.device, torch.float64)
-            yield slice(low, high), values[:-1].sub_(values[-1])
+            block, bases = values[:m], values[m:]
+            if len(bases) == 1:
+                block.sub_(bases[0])
+            else:
+                for base, rows in zip(bases, self._senders.values(), strict=True):
+                    block[rows] -= base
+            yield slice(low, high), block
 
     def layer(self, name: str | int | Layer) -> Tensor:
         """Return the updates g_i = θ_i − θ_t of one layer, (m, d_q), float64, on `device`.
@@ -296,7 +352,8 @@ class ClientUpdates:
         """
         alpha = torch.stack([coefficients, self.weights])
         beta = torch.tensor([reference_weight, 0.0], dtype=torch.float64, device=self.device)
-        found: Combinations = combine(self.blocks(layer), alpha, layer.size, reference, beta)
+        # The mean's products are wanted, the mean itself is not: only the first combination is kept.
+        found = combine(self.blocks(layer), alpha, layer.size, reference, beta, keep=1)
         return LayerDirection(found.vectors[0], found.products[0], found.products[1], found.squared_norms)
 
     def _find(self, name: str | int | Layer) -> Layer:
@@ -310,5 +367,5 @@ class ClientUpdates:
         raise KeyError(f"there is no layer {name!r}; the layers are {', '.join(x.name for x in self.layers.layers)}.")
 
 
-def _content(res: FitRes) -> tuple[int, list[bytes]]:
-    return int(res.num_examples), list(res.parameters.tensors)
+def _content(res: FitRes) -> tuple[int, list[bytes], str]:
+    return int(res.num_examples), list(res.parameters.tensors), repr(sorted((res.metrics or {}).items()))

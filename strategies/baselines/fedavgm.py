@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..base import UpdateStrategy
 from ..layers import Layer
+from ..options import is_real, require
 from ..updates import ClientUpdates, LayerDirection
 
 
@@ -32,10 +33,11 @@ class FedAvgM(UpdateStrategy):
         If β lies outside [0, 1).
     """
 
+    remembers = ("velocity",)
+
     def __init__(self, *, server_momentum: float = 0.9, **common: Any) -> None:
         super().__init__(**common)
-        if not 0 <= server_momentum < 1:
-            raise ValueError(f"server_momentum={server_momentum!r} must lie in [0, 1).")
+        require("server_momentum", server_momentum, "in [0, 1)", is_real(server_momentum) and 0 <= server_momentum < 1)
         self.server_momentum = server_momentum
 
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:

@@ -9,19 +9,20 @@ pseudo-inverted: with K = U Uᵀ (m × m, float64), α = K⁺(ρ − Uĝ) and g 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..gram import column_blocks, combine, gram
+from ..options import is_real, require
 
 CONSTRAINTS = ("equality",)
 
 # Rounding leaves errors of a few eps in the unit-diagonal K, and with them eigenvalues of that size where
 # exact arithmetic has zeros (duplicated clients). The floor of the cut is this many times m·eps.
-_FLOOR = 64
+ROUNDING = 64
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,10 @@ def check_options(constraint: str, ridge: float, rtol: float | None) -> None:
     """
     if constraint not in CONSTRAINTS:
         raise ValueError(f"constraint={constraint!r} is unknown; choose one of {', '.join(CONSTRAINTS)}.")
-    if not (math.isfinite(ridge) and ridge >= 0):
-        raise ValueError(f"ridge={ridge!r} must be a finite number ≥ 0.")
-    if rtol is not None and not 0 <= rtol < 1:
-        raise ValueError(f"rtol={rtol!r} must lie in [0, 1), or be None for the rounding floor.")
+    require("ridge", ridge, "a finite number of at least 0", is_real(ridge) and ridge >= 0)
+    require(
+        "rtol", rtol, "in [0, 1), or None for the rounding floor", rtol is None or (is_real(rtol) and 0 <= rtol < 1)
+    )
 
 
 def coefficients(
@@ -97,7 +98,8 @@ def coefficients(
     cross : Tensor, (m,), float64
         ⟨g_i, ĝ⟩.
     targets : Tensor, (m,), float64
-        ρ. A client with a zero update is left out and the others' targets are scaled up to the same sum.
+        ρ. A client with a zero update is left out; if all targets are ≥ 0, the others' are scaled up to the
+        same sum.
     ridge : float
         Solves (K + ridge·I)α = ρ − Uĝ. K has a unit diagonal, so ridge is relative to a client's own weight.
     rtol : float, optional
@@ -121,12 +123,13 @@ def coefficients(
     K = gram_matrix * inverse[:, None] * inverse
     aligned = cross * inverse  # U ĝ
     kept = torch.where(active, targets, 0.0)
-    # Σ kept is zero only if every active target is, and then there is nothing to scale.
+    # Scaling to the same sum is for shares: with targets of both signs it could turn them around.
     total = kept.sum()
-    rho = kept * torch.where(total != 0, targets.sum() / torch.where(total != 0, total, 1.0), 1.0)
+    shares = (total > 0) & (targets >= 0).all()
+    rho = kept * torch.where(shares, targets.sum() / torch.where(shares, total, 1.0), 1.0)
 
     eigenvalues, vectors = torch.linalg.eigh(K)
-    cut = max(0.0 if rtol is None else rtol**2, _FLOOR * m * torch.finfo(torch.float64).eps)
+    cut = max(0.0 if rtol is None else rtol**2, ROUNDING * m * torch.finfo(torch.float64).eps)
     keep = eigenvalues > cut * eigenvalues[-1]
     scaled = torch.where(keep, 1 / torch.where(keep, eigenvalues + ridge, 1.0), 0.0)
     alpha = vectors @ (scaled * (vectors.T @ (rho - aligned)))
@@ -190,8 +193,17 @@ def solve(
         start = torch.as_tensor(reference).to(device, torch.float64)
         if start.shape != (d,):
             raise ValueError(f"reference must have one entry per parameter, shape ({d},), not {tuple(start.shape)}.")
-    inner = gram(column_blocks(updates), m, start, device=device)
+        if not bool(torch.isfinite(start).all()):
+            raise ValueError("the reference holds NaN or Inf; pass None for no reference.")
+    # Only directions matter; at a largest entry of 1 no row is too long or too short to be squared.
+    largest = updates.abs().amax(dim=1, keepdim=True).to(torch.float64) if d else torch.ones(m, 1, device=device)
+    size = torch.where(largest > 0, largest, 1.0)
+
+    def blocks() -> Iterator[tuple[slice, Tensor]]:
+        return ((columns, block / size) for columns, block in column_blocks(updates))
+
+    inner = gram(blocks(), m, start, device=device)
     found = coefficients(inner.matrix, inner.cross, rho, ridge=ridge, rtol=rtol)
     one = torch.ones(1, dtype=torch.float64, device=device)
-    direction = combine(column_blocks(updates), found.coefficients[None], d, start, one).vectors[0]
+    direction = combine(blocks(), found.coefficients[None], d, start, one).vectors[0]
     return CraftSolution(direction, found.alignment, float(found.residual), int(found.rank))

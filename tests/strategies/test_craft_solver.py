@@ -65,6 +65,21 @@ def test_very_different_sizes_in_one_round(device):
     close(solve(torch.tensor(G * scales, device=device), torch.tensor(rho)).direction, oracle(G, rho)[0])
 
 
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_rows_that_cannot_be_squared_in_float64(scale, device):
+    rng = np.random.default_rng(15)
+    G, rho = rng.normal(size=(4, 30)), shares(4, 15)
+    scales = np.array([[1.0], [scale], [1.0], [scale]])
+    close(solve(torch.tensor(G * scales, device=device), torch.tensor(rho)).direction, oracle(G, rho)[0], 1e-9)
+
+
+def test_targets_of_both_signs_are_never_turned_around(device):
+    G = np.eye(3, 5)
+    G[2] = 0
+    found = solve(torch.tensor(G, device=device), torch.tensor([1.0, -2.0, 3.0]))
+    np.testing.assert_allclose(found.direction.cpu(), [1, -2, 0, 0, 0], atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_float_dtype_is_solved_in_float64(dtype, device):
     G = torch.tensor(np.random.default_rng(4).normal(size=(10, 300))).to(dtype)
@@ -246,6 +261,9 @@ def test_the_correction_is_the_smallest_one(case):
         ({"targets": torch.ones(3)}, "targets"),
         ({"targets": torch.tensor([0.5, float("inf")])}, "targets"),
         ({"reference": torch.ones(3)}, "reference"),
+        ({"reference": torch.tensor([0.0, torch.nan, 0, 0])}, "reference holds NaN"),
+        ({"ridge": "big"}, "ridge"),
+        ({"rtol": "tight"}, "rtol"),
         ({"constraint": "sideways"}, "constraint"),
         ({"ridge": -1.0}, "ridge"),
         ({"rtol": 2.0}, "rtol"),

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
+from client_apps import models
 from strategies import LayerMap
 
 
@@ -97,3 +99,58 @@ def test_bad_names_are_refused():
         LayerMap.from_names(["a", "a"], [(), ()])
     with pytest.raises(ValueError, match="at least one tensor"):
         LayerMap.from_module(nn.Sequential())
+
+
+def test_renamed_parameters_are_found_and_complex_ones_refused():
+    class Wrapper(nn.Module):
+        """Keeps its content out of the names, as activation checkpointing does."""
+
+        def __init__(self, inner):
+            super().__init__()
+            self._inner = inner
+            self._register_state_dict_hook(lambda module, state, prefix, _: rename(state, prefix))
+
+    def rename(state, prefix):
+        for key in [k for k in state if k.startswith(prefix + "_inner.")]:
+            state[prefix + key[len(prefix + "_inner.") :]] = state.pop(key)
+
+    module = nn.Sequential(Wrapper(nn.Linear(2, 3)), nn.LayerNorm(3))
+    layers = LayerMap.from_module(module)
+    assert set(layers.names) == set(module.state_dict())
+    assert layers.kinds == ("trainable",) * 4
+    assert len(layers.layers) == 1
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(module.weight.to(torch.complex64))
+    with pytest.raises(ValueError, match="complex64"):
+        LayerMap.from_module(module)
+
+
+def test_a_norm_of_ones_own_joins_too():
+    class RMS(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    module = nn.Sequential(nn.Linear(3, 4), RMS(), nn.Linear(4, 2))
+    expected = {"0": ["0.weight", "0.bias", "1.weight"], "2": ["2.weight", "2.bias"]}
+    assert groups(LayerMap.from_module(module)) == expected
+    state = module.state_dict()
+    assert groups(LayerMap.from_names(list(state), [t.shape for t in state.values()])) == expected
+
+
+def test_a_bare_name_is_not_the_module_of_that_name():
+    layers = LayerMap.from_names(["a", "a.weight", "b.weight"], [(3,), (2, 2), (2,)])
+    assert [[layers.names[t] for t in x.tensors] for x in layers.layers] == [["a"], ["a.weight", "b.weight"]]
+
+
+def test_counters_that_averaging_made_floats_are_buffers():
+    layers = LayerMap.from_names(["bn.weight", "bn.num_batches_tracked"], [(2,), ()])
+    assert layers.for_arrays([np.zeros(2), np.array(3.0)]).kinds == ("trainable", "buffer")
+
+
+def test_a_resnet_20_has_20_layers():
+    # CRAFT's released models: 20 groups, d = 269,722.
+    module = models.build({"name": "resnet", "depth": 20, "norm": "group"}, channels=3, side=32, num_classes=10)
+    layers = LayerMap.from_module(module)
+    assert (len(layers.layers), layers.size) == (20, 269_722)
+    assert sum(len(x.tensors) for x in layers.layers) == len(module.state_dict())

@@ -7,9 +7,10 @@ import flwr.server.strategy
 import numpy as np
 import pytest
 import torch
-from flwr.common import ndarrays_to_parameters
+from flwr.common import Code, EvaluateRes, GetPropertiesRes, Status, ndarrays_to_parameters
 
-from strategies import CRAFT, FedAvg, FedAvgM, LayerMap, NotEnoughClients, RoundsFailed
+from client_apps import models
+from strategies import CRAFT, FedAvg, FedAvgM, LayerMap, NotEnoughClients, RoundsFailed, partition_order
 from strategies.solvers import craft
 
 from .helpers import Proxy, arrays_of, manager, model, result, trained
@@ -120,6 +121,32 @@ def test_craft_is_its_formula_layer_by_layer(scale, device):
         assert metrics["min_alignment"] == pytest.approx(0.2, rel=1e-6)
 
 
+def test_craft_on_a_resnet_20_is_a_float64_pseudo_inverse_per_module(device):
+    """Two rounds over the 20 layers and 269,722 parameters of the authors' model."""
+    torch.manual_seed(0)
+    module = models.build({"name": "resnet", "depth": 20, "norm": "group"}, channels=3, side=32, num_classes=10)
+    theta = [t.numpy() for t in module.state_dict().values()]
+    layers, m, rng = LayerMap.from_module(module), 8, np.random.default_rng(0)
+    sizes = rng.integers(5, 50, size=m)
+    rho = sizes / sizes.sum()
+    s = CRAFT(layers=layers, initial_parameters=ndarrays_to_parameters(theta), device=device)
+    previous: dict[str, np.ndarray] = {}
+    for number in (1, 2):
+        sent = [[a + rng.normal(scale=0.01, size=a.shape).astype(np.float32) for a in theta] for _ in range(m)]
+        results_ = [result(i, a, int(n)) for i, (a, n) in enumerate(zip(sent, sizes, strict=True))]
+        after = arrays_of(s.aggregate_fit(number, results_, [])[0])
+        for layer in layers.layers:
+            rows = [np.concatenate([c[t].ravel().astype(np.float64) for t in layer.tensors]) for c in [*sent, theta]]
+            U = np.stack(rows[:-1]) - rows[-1]
+            U /= np.linalg.norm(U, axis=1, keepdims=True)
+            ghat = previous.get(layer.name, np.zeros(layer.size))
+            g = ghat + np.linalg.pinv(U, rcond=1e-10) @ (rho - U @ ghat)
+            previous[layer.name] = g / np.linalg.norm(g)
+            moved = np.concatenate([after[t].ravel() for t in layer.tensors])
+            np.testing.assert_allclose(moved, rows[-1] + 0.1 * g, rtol=1e-5, atol=1e-7)
+        theta = after
+
+
 def test_craft_resolves_a_conflict_that_the_mean_leaves():
     # Client 1 has a tenth of the data and pulls the other way; the mean hurts it, CRAFT does not.
     start = ndarrays_to_parameters([np.zeros(2, np.float32)])
@@ -138,6 +165,46 @@ def test_one_client_is_solved_like_any_other():
     s = CRAFT(initial_parameters=ndarrays_to_parameters(start), server_lr=1.0)
     theta, _ = s.aggregate_fit(1, [result(0, [np.array([0, 30, 40], np.float32)])], [])
     np.testing.assert_allclose(arrays_of(theta)[0], [0, 0.6, 0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["raw", "mean_norm"])
+def test_opposite_clients_with_equal_shares_do_not_move_the_model_by_rounding(scale, device):
+    rng = np.random.default_rng(3)
+    v, w = rng.normal(size=(2, 50))
+    start = ndarrays_to_parameters([np.zeros(50)])
+    s = CRAFT(initial_parameters=start, scale=scale, server_lr=1.0, device=device)
+    theta, _ = s.aggregate_fit(1, [result(i, [g]) for i, g in enumerate((v, -1.1 * v, 1.2 * w, -1.3 * w))], [])
+    np.testing.assert_array_equal(arrays_of(theta)[0], 0)
+    # Nothing was learnt, so the next round starts without a reference: one client alone gives its unit update.
+    theta, _ = s.aggregate_fit(2, [result(0, [v])], [])
+    expected = v / np.linalg.norm(v) if scale == "raw" else v
+    np.testing.assert_allclose(arrays_of(theta)[0], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("scale", ["raw", "mean_norm"])
+def test_a_layer_that_nobody_changed_stays_and_keeps_its_reference(scale):
+    start = [np.zeros(3), np.zeros(2)]
+    s = CRAFT(initial_parameters=ndarrays_to_parameters(start), scale=scale, server_lr=1.0)
+    one, _ = s.aggregate_fit(1, [result(0, [np.ones(3), np.ones(2)])], [])
+    kept = s.memory["reference/tensor1"].clone()
+    now = arrays_of(one)
+    two, metrics = s.aggregate_fit(2, [result(0, [now[0] + 1, now[1]])], [])
+    np.testing.assert_array_equal(arrays_of(two)[1], now[1])
+    assert torch.equal(s.memory["reference/tensor1"], kept)
+    assert metrics["rank"] == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_clients_with_narrower_numbers_do_not_move_what_they_leave(dtype):
+    """A float64 model that float32 clients return untouched has updates of zero, not of rounding errors."""
+    start = [np.random.default_rng(0).normal(size=20), np.random.default_rng(1).normal(size=5)]
+    s = CRAFT(initial_parameters=ndarrays_to_parameters(start), server_lr=1.0)
+    sent = [[(start[0] + i + 1).astype(dtype), start[1].astype(dtype)] for i in range(2)]
+    sent.append([start[0] - 1, start[1]])  # and one in full
+    theta = arrays_of(s.aggregate_fit(1, [result(i, a) for i, a in enumerate(sent)], [])[0])
+    np.testing.assert_array_equal(theta[1], start[1])
+    assert theta[0].dtype == np.float64
+    assert not np.array_equal(theta[0], start[0])
 
 
 # ---- what holds for all -------------------------------------------------------------------------------------------
@@ -252,11 +319,50 @@ def test_a_state_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="lacks round"):
         CRAFT().load_state_dict({k: v for k, v in state.items() if k != "round"})
     other = CRAFT(initial_parameters=ndarrays_to_parameters([np.zeros(2)]))
-    other.load_state_dict(state)
     with pytest.raises(ValueError, match="resume with the model that was saved"):
-        other.aggregate_fit(1, [result(0, [np.ones(2)])], [])
-    with pytest.raises(ValueError, match="resume with the model that was saved"):
-        CRAFT(layers=LayerMap.from_names(["x"], [(2,)])).load_state_dict(state)
+        other.load_state_dict(state)
+    assert not other.memory
+    late = CRAFT()
+    late.load_state_dict(state)  # there is no model yet to compare with; the first that comes is refused, each time
+    for _ in range(2):
+        with pytest.raises(ValueError, match="resume with the model that was saved"):
+            late.configure_fit(3, ndarrays_to_parameters([np.zeros(2)]), manager("ab"))
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "words"),
+    [
+        ("memory", None, "dict of tensors"),
+        ("memory", {"reference/tensor0": torch.full((12,), torch.nan)}, "finite"),
+        ("memory", {"reference/tensor0": torch.zeros(4, 3)}, "vector"),
+        ("memory", {"velocity/tensor0": torch.zeros(12)}, "not one this strategy keeps"),
+        ("memory", {"reference/tensor9": torch.zeros(12)}, "no such layer"),
+        ("round", "three", "round"),
+        ("failed_rounds", -1, "failed_rounds"),
+        ("start_norm", "long", "start_norm"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(entry, value, words):
+    s = CRAFT(initial_parameters=initial())
+    s.aggregate_fit(1, results(model()), [])
+    before = s.state_dict()
+    with pytest.raises(ValueError, match=words):
+        s.load_state_dict({**before, entry: value})
+    after = s.state_dict()
+    assert {k: v for k, v in after.items() if k != "memory"} == {k: v for k, v in before.items() if k != "memory"}
+    assert all(torch.equal(after["memory"][k], v) for k, v in before["memory"].items())
+
+
+def test_evaluating_first_after_a_resume_does_not_shift_the_rounds():
+    s = FedAvg(initial_parameters=initial(), server_lr_decay=0.5)
+    for number in (1, 2):
+        s.aggregate_fit(number, results(model()), [])
+    resumed = FedAvg(initial_parameters=initial(), server_lr_decay=0.5, evaluate_fn=lambda t, arrays, config: (t, {}))
+    resumed.load_state_dict(s.state_dict())
+    assert resumed.evaluate(2, initial())[0] == 2
+    assert resumed.configure_evaluate(2, initial(), manager("ab"))[0][1].config["server_round"] == 2
+    assert resumed.configure_fit(3, initial(), manager("ab"))[0][1].config["server_round"] == 3
+    assert resumed.evaluate(3, initial())[0] == 3
 
 
 # ---- sampling ------------------------------------------------------------------------------------------------------
@@ -320,6 +426,75 @@ def test_config_carries_the_round_and_the_users_own():
     s = FedAvg(on_fit_config_fn=lambda t: {"lr": 0.1 / t})
     config = s.configure_fit(2, initial(), manager("ab"))[0][1].config
     assert config == {"server_round": 2, "lr": 0.05}
+
+
+def test_clients_that_leave_while_they_are_counted_are_missed():
+    clients = manager("abcde")
+    count = clients.num_available
+
+    def num_available():
+        found = count()
+        for proxy in list(clients.all().values())[:3]:
+            clients.unregister(proxy)
+        return found
+
+    clients.num_available = num_available
+    with pytest.raises(NotEnoughClients, match="only"):
+        FedAvg(min_available_clients=5, wait_timeout=0.3).configure_fit(1, initial(), clients)
+
+
+def test_silent_clients_are_asked_for_their_partition_once():
+    asked = []
+
+    def order(new):
+        asked.extend(c.cid for c in new)
+        return {}
+
+    s = FedAvg(partition_order=order)
+    for number in (1, 2):
+        s.configure_fit(number, initial(), manager("abc"))
+    assert asked == ["a", "b", "c"]
+
+
+def test_partition_order_asks_the_clients():
+    class Known(Proxy):
+        def get_properties(self, ins, timeout, group_id):
+            if self.cid == "mute":
+                raise TimeoutError("no answer")
+            if self.cid == "old":
+                return GetPropertiesRes(Status(Code.GET_PROPERTIES_NOT_IMPLEMENTED, ""), {})
+            return GetPropertiesRes(Status(Code.OK, ""), {"partition-id": 7 * len(self.cid)})
+
+    assert partition_order([Known(cid) for cid in ("a", "bb", "mute", "old")]) == {"a": 7, "bb": 14}
+
+
+def test_too_few_clients_to_evaluate_on_skip_the_evaluation():
+    s = FedAvg(min_available_clients=1, min_fit_clients=1)
+    assert s.configure_evaluate(1, initial(), manager("a")) == []
+    assert len(s.configure_evaluate(1, initial(), manager("abc"))) == 3
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------
+
+
+def evaluated(cid, loss, n=10, code=Code.OK):
+    return Proxy(str(cid)), EvaluateRes(Status(code, ""), loss, n, {"correct": n})
+
+
+def test_evaluation_is_weighted_and_leaves_out_what_means_nothing():
+    s = FedAvg(evaluate_metrics_aggregation_fn=lambda pairs: {"correct": sum(m["correct"] for _, m in pairs)})
+    good = [evaluated(0, 1.0, 10), evaluated(1, 2.0, 30)]
+    bad = [
+        evaluated(2, float("nan")),
+        evaluated(3, 5.0, 0),
+        evaluated(4, 5.0, code=Code.EVALUATE_NOT_IMPLEMENTED),
+        good[0],
+    ]
+    for order in (good + bad, (good + bad)[::-1]):
+        loss, metrics = s.aggregate_evaluate(1, order, [RuntimeError("gone")])
+        assert loss == pytest.approx(1.75)
+        assert metrics == {"correct": 40}
+    assert s.aggregate_evaluate(1, bad[:2], []) == (None, {})
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
@@ -414,13 +589,12 @@ def test_a_step_that_overflows_is_a_failed_round_with_advice():
     assert "lower server_lr" in metrics["failed_reason"]
 
 
-def test_updates_too_large_to_square_do_not_crash_the_solve():
+def test_an_update_too_large_to_square_is_rejected():
     start = [np.zeros(2)]
     s = CRAFT(initial_parameters=ndarrays_to_parameters(start))
     theta, metrics = s.aggregate_fit(1, [result(0, [np.full(2, 1e200)]), result(1, [np.ones(2)])], [])
-    np.testing.assert_array_equal(arrays_of(theta)[0], start[0])
-    assert "too large to square" in metrics["failed_reason"]
-    assert not s.memory
+    np.testing.assert_allclose(arrays_of(theta)[0], 0.1 / np.sqrt(2), rtol=1e-12)
+    assert "client 0: tensor 'tensor0' holds values too large" in metrics["rejection_reasons"]
 
 
 def test_a_norm_that_grows_without_bound_is_reported(caplog):
@@ -449,12 +623,28 @@ def test_no_global_model_is_one_sentence():
         {"seed": -1},
         {"min_completed": 1.5},
         {"min_completed": 0},
+        {"min_completed": True},
+        {"min_completed": "half"},
         {"max_failed_rounds": 0},
+        {"max_failed_rounds": 1.5},
+        {"server_lr": True},
+        {"server_lr": "fast"},
+        {"seed": 1.5},
+        {"wait_timeout": None},
+        {"fraction_fit": float("nan")},
+        {"layers": torch.nn.Linear(1, 1)},
+        {"device": "warp"},
+        {"device": None},
     ],
 )
 def test_options_out_of_range_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         FedAvg(**options)
+
+
+def test_numpy_numbers_are_numbers():
+    s = FedAvg(min_completed=np.int64(2), seed=np.int64(3), server_lr=np.float32(0.5), initial_parameters=initial())
+    assert s.aggregate_fit(1, results(model()), [])[1]["failed_round"] is False
 
 
 def test_options_of_the_methods_out_of_range_are_named():
@@ -466,6 +656,12 @@ def test_options_of_the_methods_out_of_range_are_named():
         FedAvgM(server_momentum=1.0)
     with pytest.raises(TypeError, match="fraction_fitt"):
         FedAvg(fraction_fitt=0.1)
+
+
+def test_functions_that_return_nothing_are_no_trouble():
+    s = FedAvg(initial_parameters=initial(), fit_metrics_aggregation_fn=lambda _: None, on_fit_config_fn=lambda _: None)
+    assert s.configure_fit(1, initial(), manager("ab"))[0][1].config == {"server_round": 1}
+    assert s.aggregate_fit(1, results(model()), [])[1]["failed_round"] is False
 
 
 def test_the_users_own_metrics_join_ours():

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from strategies import ClientUpdates, LayerMap
 from strategies.updates import UnusableTensor, client_order, decode
@@ -67,6 +69,13 @@ def header(text, body=b""):
         header("{'descr': '<f4', 'fortran_order': False, 'shape': (2"),
         header("__import__('os').system('true')"),
         header("[" * 3000),
+        header("{'descr': (), 'fortran_order': False, 'shape': (5,)}"),
+        header("{'descr': ('<f4',), 'fortran_order': False, 'shape': (5,)}"),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 1" + "0" * 30 + ")}"),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (0, 4611686018427387904, 4611686018427387904)}"),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "1," * 70 + ")}", b"\0" * 4),
+        header("{'descr': '<f4', 'fortran_order': False, 'shape': (True, True)}", b"\0" * 4),
+        header("{'descr': '<f16', 'fortran_order': False, 'shape': (1,)}", b"\0" * 16),
         b"\x93NUMPY\x09\x00" + b"\0" * 20,
         b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{}",
     ],
@@ -103,6 +112,8 @@ def nan(value):
         (bad(lambda a: [a[0].astype(np.int32), *a[1:]]), "dtype int32"),
         (bad(lambda a: [*a[:3], a[3].astype(np.float32)]), "dtype float32"),
         (bad(lambda a: [a[0] + 1j, *a[1:]]), "complex64 is not a number"),
+        (bad(lambda a: [np.full((4, 3), 1e39), *a[1:]]), "too large for the model's float32"),
+        (bad(lambda a: [*a[:3], np.array(2**64 - 1, np.uint64)]), "too large for the model's int64"),
         (result("bad", Parameters([b"junk"] * 4, "numpy.ndarray")), "tensor 0: not a .npy array"),
         (result("bad", trained(model(), 1)[0], 0), "num_examples is 0"),
         (result("bad", trained(model(), 1)[0], -1), "num_examples is -1"),
@@ -144,6 +155,8 @@ def test_of_two_results_by_one_client_the_same_is_used_in_any_order_of_arrival()
 
 def test_canonical_order_is_numeric_where_ids_are_numbers():
     assert sorted(["b", "10", "9", "-3", "a", "007"], key=client_order) == ["-3", "007", "9", "10", "a", "b"]
+    odd = ["--3", "²", "", "-", "9" * 5000]
+    assert sorted(odd, key=client_order) == sorted(odd[2:] + odd[:2], key=client_order)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
@@ -190,3 +203,43 @@ def test_a_float64_global_model_keeps_its_digits_with_float32_clients():
     start = [np.array([1 + 1e-12])]
     found = updates([result(0, [np.array([1], np.float32)])], start)
     assert found.layer(0).item() == pytest.approx(-1e-12, rel=1e-3)
+
+
+def test_of_two_results_that_differ_in_metrics_only_the_same_is_used():
+    arrays = trained(model(), 1)[0]
+    one, two = (result("a", arrays, metrics={"train_loss": x}) for x in (1.0, 5.0))
+    assert updates([one, two]).metrics == updates([two, one]).metrics
+
+
+def test_a_reason_has_a_bounded_length():
+    spoilt = (Proxy("bad"), FitRes(Status(Code.FIT_NOT_IMPLEMENTED, "x\n" * 10**6), ndarrays_to_parameters([]), 3, {}))
+    text = str(updates([spoilt]).rejected[0])
+    assert len(text) <= 300
+    assert "\n" not in text
+
+
+hostile = st.one_of(
+    st.binary(max_size=200),
+    st.builds(
+        lambda descr, order, shape, body: header(
+            f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}", body
+        ),
+        st.sampled_from(["'<f4'", "'|O'", "'<M8'", "()", "None", "[('a','<f4')]", "'<f4,'", "1", "'>i8'"]),
+        st.sampled_from(["False", "True", "1", "None", "'x'"]),
+        st.one_of(
+            st.lists(st.integers(-3, 2**70), max_size=5).map(lambda x: repr(tuple(x))),
+            st.text(st.characters(max_codepoint=255), max_size=8),
+        ),
+        st.binary(max_size=32),
+    ),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(hostile)
+def test_no_bytes_do_anything_but_decode_or_be_refused(data):
+    try:
+        array = decode(data)
+    except UnusableTensor:
+        return
+    assert array.nbytes <= len(data)
