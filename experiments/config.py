@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import hydra.utils
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from client_apps.errors import ConfigError
 from client_apps.tasks import Task, build
 from strategies import UpdateStrategy
+from strategies.options import is_count, is_integer, is_real
 
 from .engine import ENGINES
 
@@ -26,7 +26,12 @@ _TOP = {
     "seed", "num_clients", "num_rounds", "clients_per_round", "data_dir", "output_dir", "target_accuracy",
     "strategy", "dataset", "model", "client", "evaluation", "simulation", "tracking",
 }  # fmt: skip
-_GROUPS = {
+# The keys of the groups that are read here; an empty set where the room that reads them checks them.
+_GROUPS: dict[str, set[str]] = {
+    "strategy": set(),
+    "dataset": set(),
+    "model": set(),
+    "client": set(),
     "evaluation": {"mode", "every", "batch_size"},
     "simulation": {"engine", "num_cpus", "client_cpus", "client_gpus", "object_store_mb"},
     "tracking": {"tensorboard", "progress"},
@@ -35,6 +40,7 @@ _GROUPS = {
 _RESERVED = {
     "layers", "seed", "initial_parameters", "evaluate_fn", "evaluate_metrics_aggregation_fn", "partition_order",
     "fraction_fit", "fraction_evaluate", "min_fit_clients", "min_evaluate_clients", "min_available_clients",
+    "on_fit_config_fn", "on_evaluate_config_fn", "fit_metrics_aggregation_fn", "inplace",
 }  # fmt: skip
 
 
@@ -51,21 +57,16 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
         with initialize_config_module("conf", version_base="1.3", job_name="fedconcord"):
             cfg = hydra_compose("config", overrides=list(overrides))
             return to_dict(cfg)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"the overrides {list(overrides)} do not compose: {message_of(error)}") from error
 
 
 def from_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Compose the configuration a Flower run asks for in its run config: `overrides="strategy=craft seed=1"`.
-
-    An output folder below the working directory of the process is chosen where the overrides name none.
-    """
+    """Compose the configuration a Flower run asks for in its run config: `overrides="strategy=craft seed=1"`."""
     try:
         overrides = shlex.split(str(run_config.get("overrides", "")))
     except ValueError as error:
         raise ConfigError(f"overrides={run_config.get('overrides')!r} cannot be split into words: {error}.") from error
-    if not any(o.split("=")[0].lstrip("+~") == "output_dir" for o in overrides):
-        overrides.append(f"output_dir={_quote(str(Path('outputs') / 'flwr-run'))}")
     return compose(overrides)
 
 
@@ -84,34 +85,65 @@ def check(cfg: Mapping[str, Any]) -> Task:
     ConfigError
         One sentence: what is wrong, where, and what to do.
     """
+    missing = sorted(_TOP - set(cfg))
+    if missing:
+        raise ConfigError(f"the configuration lacks {missing[0]}; do not remove it.")
     _known("the configuration", cfg, _TOP)
     for group, keys in _GROUPS.items():
-        _known(group, cfg[group], keys)
+        if not isinstance(cfg[group], Mapping) or (keys and keys - set(cfg[group])):
+            raise ConfigError(f"{group}={cfg[group]!r} must be a group of keys, as {group}= chooses one.")
+        if keys:
+            _known(group, cfg[group], keys)
+    _require("seed", cfg["seed"], "an integer from 0 to 2^63 - 1", is_integer(cfg["seed"]) and 0 <= cfg["seed"] < 2**63)
     for key in ("num_clients", "num_rounds", "clients_per_round"):
-        _integer(key, cfg[key], 1)
-    _integer("seed", cfg["seed"], 0)
-    _integer("evaluation.every", cfg["evaluation"]["every"], 1)
-    _integer("evaluation.batch_size", cfg["evaluation"]["batch_size"], 1)
+        _require(key, cfg[key], "an integer of at least 1", is_count(cfg[key]))
+    _require("output_dir", cfg["output_dir"], "a path", isinstance(cfg["output_dir"], str))
+    _require("data_dir", cfg["data_dir"], "a path, or null", isinstance(cfg["data_dir"], str | None))
+    target = cfg["target_accuracy"]
+    share = target is None or (is_real(target) and 0 < target <= 1)
+    _require("target_accuracy", target, "a share in (0, 1], not per cent, or null", share)
     if cfg["clients_per_round"] > cfg["num_clients"]:
         raise ConfigError(
             f"clients_per_round={cfg['clients_per_round']} exceeds num_clients={cfg['num_clients']}; lower the first "
             "or raise the second."
         )
-    _choice("evaluation.mode", cfg["evaluation"]["mode"], ("server", "federated"))
-    _choice("simulation.engine", cfg["simulation"]["engine"], ENGINES)
-    sim = cfg["simulation"]
+    _check_groups(cfg)
+    strategy = build_strategy(cfg)
+    if is_integer(strategy.min_completed) and strategy.min_completed > cfg["clients_per_round"]:
+        raise ConfigError(
+            f"strategy.min_completed={strategy.min_completed} can never be reached with clients_per_round="
+            f"{cfg['clients_per_round']}; lower the first or raise the second."
+        )
+    try:
+        task = build(cfg)
+        task.check()
+    except RuntimeError as error:  # torch's, e.g. for a model that memory cannot hold
+        raise ConfigError(f"the model {dict(cfg['model'])} cannot be made here: {message_of(error)}") from error
+    if not any(task.test_size(cid) for cid in range(cfg["num_clients"])):
+        raise ConfigError(
+            "no client has a sample to test on; raise dataset.test_fraction, or give clients at least 2 samples."
+        )
+    return task
+
+
+def _check_groups(cfg: Mapping[str, Any]) -> None:
+    evaluation, sim, tracking = cfg["evaluation"], cfg["simulation"], cfg["tracking"]
+    _require(
+        "evaluation.mode", evaluation["mode"], "server or federated", evaluation["mode"] in ("server", "federated")
+    )
+    for key in ("every", "batch_size"):
+        _require(f"evaluation.{key}", evaluation[key], "an integer of at least 1", is_count(evaluation[key]))
+    _require("simulation.engine", sim["engine"], f"one of {', '.join(ENGINES)}", sim["engine"] in ENGINES)
+    _require("simulation.num_cpus", sim["num_cpus"], "an integer of at least 1", is_count(sim["num_cpus"]))
+    for key in ("client_cpus", "client_gpus", "object_store_mb"):
+        _require(f"simulation.{key}", sim[key], "a number of at least 0", is_real(sim[key]) and sim[key] >= 0)
     if not 0 < sim["client_cpus"] <= sim["num_cpus"]:
         raise ConfigError(
             f"simulation.client_cpus={sim['client_cpus']} must be above 0 and at most simulation.num_cpus="
             f"{sim['num_cpus']}, or no client can ever start."
         )
-    target = cfg["target_accuracy"]
-    if target is not None and not 0 < target <= 1:
-        raise ConfigError(f"target_accuracy={target} must lie in (0, 1]; accuracies are shares, not per cent.")
-    build_strategy(cfg)
-    task = build(cfg)
-    task.check()
-    return task
+    for key in ("tensorboard", "progress"):
+        _require(f"tracking.{key}", tracking[key], "true or false", isinstance(tracking[key], bool))
 
 
 def build_strategy(cfg: Mapping[str, Any], **given: Any) -> UpdateStrategy:
@@ -126,10 +158,11 @@ def build_strategy(cfg: Mapping[str, Any], **given: Any) -> UpdateStrategy:
     target = options.pop("_target_", None)
     options.pop("name", None)
     try:
-        cls = hydra.utils.get_class(str(target))
-    except (ImportError, ValueError) as error:
+        module, _, name = str(target).rpartition(".")
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"strategy._target_={target!r} is not a class that can be imported.") from error
-    if not issubclass(cls, UpdateStrategy):
+    if not (isinstance(cls, type) and issubclass(cls, UpdateStrategy)):
         raise ConfigError(f"strategy._target_={target!r} is not an UpdateStrategy; derive it from that.")
     reserved = _RESERVED & set(options)
     if reserved:
@@ -158,15 +191,6 @@ def _known(where: str, given: Mapping[str, Any], known: set[str]) -> None:
         raise ConfigError(f"{where} has no key {unknown[0]!r}; its keys are {', '.join(sorted(known))}.")
 
 
-def _integer(key: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key}={value!r} must be an integer of at least {least}.")
-
-
-def _choice(key: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{key}={value!r} is unknown; choose one of {', '.join(choices)}.")
-
-
-def _quote(text: str) -> str:
-    return "'" + text.replace("'", "\\'") + "'"
+def _require(key: str, value: Any, wanted: str, ok: bool) -> None:
+    if not ok:
+        raise ConfigError(f"{key}={value!r} must be {wanted}.")

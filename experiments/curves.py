@@ -1,6 +1,7 @@
 """Curves of finished runs: accuracy, its worst tenth, and conflict over rounds, one line of panels a setting."""
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from .runs import Group, Row
 
@@ -18,7 +20,13 @@ _MARKERS = ("", "o", "s", "^")
 
 def draw_curves(groups: Sequence[Group]) -> bytes:
     """Draw one line of panels per setting and return the PNG."""
-    figure = Figure(figsize=(10, 3.1 * len(groups) + 0.6), layout="constrained")
+    png = io.BytesIO()
+    figure_of(groups).savefig(png, format="png", dpi=200)
+    return png.getvalue()
+
+
+def figure_of(groups: Sequence[Group]) -> Figure:
+    """Draw one line of panels per setting."""
     labels = list(dict.fromkeys(row.label for group in groups for row in group.rows))
     styles: dict[str, dict[str, Any]] = {
         label: {
@@ -29,9 +37,14 @@ def draw_curves(groups: Sequence[Group]) -> bytes:
         }
         for index, label in enumerate(labels)
     }
-    panels = figure.subplots(len(groups), 3, squeeze=False)
-    for group, (mean, worst, conflict) in zip(groups, panels, strict=True):
-        mean.annotate(group.title, (0, 1), (0, 24), "axes fraction", "offset points", weight="bold")
+    # The legend gets as many columns as its longest label allows, and the height that its lines take.
+    columns = max(1, min(5, len(labels), 120 // (max(map(len, labels)) + 8)))
+    heights = [*[3.3] * len(groups), 0.35 + 0.22 * -(-len(labels) // columns)]
+    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
+    *parts, foot = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
+    for group, part in zip(groups, parts, strict=True):
+        part.suptitle(textwrap.fill(group.title, 110), x=0.01, ha="left", weight="bold", fontsize=10)
+        mean, worst, conflict = part.subplots(1, 3)
         _panel(mean, group, styles, "accuracy")
         mean.set(title="Accuracy, mean over clients", ylabel="accuracy (%)")
         _panel(worst, group, styles, "worst10")
@@ -49,18 +62,16 @@ def draw_curves(groups: Sequence[Group]) -> bytes:
             axes.title.set(fontsize=10)
     handles = [Line2D([], [], linewidth=2, **styles[label]) for label in labels]
     several = any(len(row.runs) > 1 for group in groups for row in group.rows)
-    figure.legend(
+    foot.legend(
         handles,
         labels,
-        loc="outside lower center",
-        ncols=min(len(labels), 5),
+        loc="center",
+        ncols=columns,
         frameon=False,
         title="line: mean over seeds, band: lowest to highest seed" if several else None,
         title_fontsize=8,
     )
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=200)
-    return png.getvalue()
+    return figure
 
 
 def _panel(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, window: int = 1) -> None:
@@ -69,10 +80,11 @@ def _panel(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, windo
         axes.text(0.5, 0.5, "not reported", transform=axes.transAxes, ha="center", color="0.5")
         axes.set(xticks=[], yticks=[])
     elif missing:
-        note = f"not reported: {', '.join(missing)}"
-        axes.text(0.02, 0.05, note, transform=axes.transAxes, fontsize=7, color="0.5")
+        note = textwrap.fill(f"not reported: {', '.join(missing)}", 40)
+        axes.text(0.02, 0.05, note, transform=axes.transAxes, fontsize=7, color="0.5", in_layout=False)
     axes.set_xlabel("round")
-    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=0, top=max(5.0, axes.get_ylim()[1]))  # a curve at 0 % must not fill the panel
     axes.grid(color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 

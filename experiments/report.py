@@ -24,7 +24,7 @@ from .runs import SIZES, Group, Row, find_runs, group_runs
 # Per column of the tables: its title, its decimals, the factor to its unit, and which value is the best.
 _COLUMNS: dict[str, tuple[str, int, float, Any]] = {
     "accuracy": ("accuracy", 1, 100, max),
-    "accuracy_std": ("std over\nclients", 1, 100, min),
+    "accuracy_std": ("std over\nclients", 1, 100, None),  # small where all do badly, so no best
     "worst10": ("worst\n10 %", 1, 100, max),
     "best10": ("best\n10 %", 1, 100, max),
     "rounds_to_target": ("rounds\nto target", 0, 1, min),
@@ -54,7 +54,7 @@ def _table(group: Group) -> tuple[list[str], list[list[tuple[str, bool]]]]:
     for name, (title, _, _, best_of) in _COLUMNS.items():
         cells = [_cell(name, row) for row in group.rows]
         means = [mean for _, mean in cells if mean is not None]
-        best = best_of(means) if means and len(cells) > 1 else None
+        best = best_of(means) if best_of and len(set(means)) > 1 else None
         titles.append(title)
         columns.append([(text, mean is not None and mean == best) for text, mean in cells])
     for name, title in _COUNTS.items():
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no such folder: {', '.join(missing)}")
     try:
         return 0 if report(options.dirs, target=options.target, out=options.out) else 2
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

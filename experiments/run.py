@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from client_apps import make_client_app
 from client_apps.errors import ConfigError
@@ -23,7 +26,7 @@ from .server_app import make_server_app
 logger = logging.getLogger(__name__)
 
 # What a person can mend gets a sentence; anything else is a defect and keeps its traceback.
-_EXPECTED = (ConfigError, NotEnoughClients, RoundsFailed, FileExistsError)
+_EXPECTED = (ConfigError, NotEnoughClients, RoundsFailed, OSError, HydraException, OmegaConfBaseException)
 _failed_jobs: list[str] = []
 
 
@@ -43,18 +46,36 @@ def run(cfg: Mapping[str, Any]) -> None:
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
 def _job(cfg: DictConfig) -> None:
-    try:
+    job = HydraConfig.get()
+    if job.mode is not RunMode.MULTIRUN:
         run(to_dict(cfg))
-    except _EXPECTED as error:
-        logger.error("%s: %s", type(error).__name__, message_of(error))
-        if HydraConfig.get().mode is not RunMode.MULTIRUN:
-            raise SystemExit(1) from None
-        _failed_jobs.append(" ".join(HydraConfig.get().overrides.task))  # the other cells go on
+        return
+    try:
+        if any(o.startswith("output_dir=") for o in job.overrides.task):
+            raise ConfigError("output_dir names the folder of one run; in a sweep set hydra.sweep.dir.")
+        run({**to_dict(cfg), "output_dir": job.runtime.output_dir})
+    except Exception as error:  # noqa: BLE001  one cell of a sweep must not take the others with it
+        _tell(error)
+        _failed_jobs.append(" ".join(job.overrides.task))
+
+
+def _tell(error: Exception) -> None:
+    sentence = f"{type(error).__name__}: {message_of(error)}"
+    logger.error(sentence, exc_info=None if isinstance(error, _EXPECTED) else error)
 
 
 def main() -> None:
     """Run the command line; the exit status is 1 if a run failed."""
-    _job()
+    # Hydra would print the traceback of every error and end the process; this way errors come back here.
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+    try:
+        _job()
+    except _EXPECTED as error:
+        sys.exit(f"{type(error).__name__}: {message_of(error)}")
+    except ValueError as error:  # Hydra's, for a group without a choice
+        if "override" not in str(error):
+            raise
+        sys.exit(f"ConfigError: {message_of(error)}")
     if _failed_jobs:
         sys.exit(f"{len(_failed_jobs)} of the sweep's runs failed: {'; '.join(_failed_jobs)}")
 

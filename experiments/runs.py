@@ -15,6 +15,7 @@ from .metrics import rounds_to_target
 # What says which repetition or which machine, not which experiment.
 _ELSEWHERE = {"seed", "device", "data_dir"}
 SIZES = ("num_clients", "clients_per_round", "num_rounds")
+_NUMBERS = ("accuracy", "accuracy_std", "worst10", "best10", "seconds", "conflict_share_before", "conflict_share_after")
 
 
 class _UnusableError(Exception):
@@ -111,8 +112,9 @@ def _load(folder: Path) -> Run:
     if status["rounds"] < config["num_rounds"]:
         raise _UnusableError(f"stopped after round {status['rounds']} of {config['num_rounds']}")
     dataset, model, strategy = config["dataset"], config["model"], config["strategy"]
-    partition = _flat(dataset["partition"])
-    kind = " ".join([partition.pop("kind"), *(f"{key} {value}" for key, value in partition.items())])
+    kind = dataset["partition"]["kind"]
+    if kind == "dirichlet":
+        kind = f"dirichlet({dataset['partition']['alpha']})"
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     run = Run(
         path=folder,
@@ -129,6 +131,9 @@ def _load(folder: Path) -> Run:
     )
     if not run.series("accuracy"):
         raise _UnusableError("reports no accuracy")
+    numbers = [config.get("target_accuracy"), *(value for name in _NUMBERS for value in run.series(name).values())]
+    if not isinstance(config["seed"], int) or not all(isinstance(n, int | float | None) for n in numbers):
+        raise _UnusableError("is damaged: it holds words where numbers belong")
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from .tracked_strategy import TrackedStrategy
 from .tracking import RunTracker
 
 _THREADS = 64
+# A federation that has gained no node for this long is taken for complete.
+_JOIN_SECONDS = 30.0
 
 
 def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> UpdateStrategy:
@@ -67,12 +70,7 @@ def make_server_app(cfg: Mapping[str, Any], task: Task) -> ServerApp:
 
 def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> None:
     """Run all rounds on a grid; the last global model is saved even if the run fails."""
-    connected = len(list(grid.get_node_ids()))
-    if connected > cfg["num_clients"]:
-        raise ConfigError(
-            f"the federation has {connected} nodes but num_clients={cfg['num_clients']}; "
-            "set num_clients to the number of nodes."
-        )
+    _require_nodes(grid, cfg["num_clients"])
     rounds, every = cfg["num_rounds"], cfg["evaluation"]["every"]
     with RunTracker(
         Path(cfg["output_dir"]), config=cfg, num_rounds=rounds, console=rich.get_console(), **cfg["tracking"]
@@ -94,6 +92,23 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
                 names = task.new_model().state_dict()
                 arrays = parameters_to_ndarrays(strategy.parameters)
                 tracker.save_model({n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
+
+
+def _require_nodes(grid: Grid, wanted: int) -> None:
+    """Wait while nodes are still joining, and refuse a federation of another size than the configuration's."""
+    most, since = -1, time.monotonic()
+    while (connected := len(list(grid.get_node_ids()))) < wanted:
+        if connected > most:
+            most, since = connected, time.monotonic()
+        if time.monotonic() - since > _JOIN_SECONDS:
+            break
+        time.sleep(0.2)
+    if connected != wanted:
+        raise ConfigError(
+            f"the federation has {connected} nodes but num_clients={wanted}; make them equal, with "
+            f"num_clients={connected} in the overrides, or in a simulation with "
+            f'--federation-config "num-supernodes={wanted}".'
+        )
 
 
 app = ServerApp()

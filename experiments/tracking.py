@@ -94,6 +94,8 @@ class _Display:
 
     def update(self, record: Mapping[str, Any]) -> None:
         done = record["round"]
+        if record.get("error"):
+            return  # the error itself is on its way to the person
         if evaluation := _texts(record, _EVALUATION):
             self.evaluated = (done, evaluation)
         measured, summary = self.evaluated
@@ -108,6 +110,10 @@ class _Display:
             self.printed = time.monotonic()
             line = f"round {done:>{len(str(self.num_rounds))}}/{self.num_rounds} {record['seconds']:7.1f} s"
             self.console.print(line + summary, highlight=False, markup=False, soft_wrap=True)
+
+    def close(self, status: str, folder: Path) -> None:
+        line = f"{status}{self.evaluated[1]}  results in {folder}"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _texts(record: Mapping[str, Any], forms: Mapping[str, str]) -> str:
@@ -201,6 +207,8 @@ class RunTracker:
             }
             with _replacing(self.output_dir / "status.json") as temporary:
                 temporary.write_text(json.dumps(status) + "\n", encoding="utf-8")
+        if self._display:
+            self._display.close(str(status["status"]), self.output_dir.resolve())
 
     def log_round(self, record: Mapping[str, Any]) -> None:
         """Write one round; ``seconds`` since the start and ``round_seconds`` are added.

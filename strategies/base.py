@@ -120,6 +120,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             share = not is_integer(min_completed) and is_real(min_completed) and 0 <= min_completed <= 1
             wanted = "a count of at least 1, or a share of the sampled clients as a float in [0, 1]"
             require("min_completed", min_completed, wanted, share or is_count(min_completed))
+        require("accept_failures", self.accept_failures, "true or false", isinstance(self.accept_failures, bool))
         for name in ("fraction_fit", "fraction_evaluate"):
             require(name, getattr(self, name), "a share in [0, 1]", is_real(v := getattr(self, name)) and 0 <= v <= 1)
         self.server_lr = server_lr

@@ -64,10 +64,12 @@ def test_the_demo_can_run():
 
 
 def test_a_run_config_composes_the_same():
-    words = "strategy=fedavgm dataset.partition.alpha=0.5 'output_dir=a folder'"
     direct = compose(["strategy=fedavgm", "dataset.partition.alpha=0.5", "output_dir='a folder'"])
-    assert from_run_config({"overrides": words.replace("'output_dir=a folder'", "output_dir=\"'a folder'\"")}) == direct
-    assert from_run_config({})["output_dir"]
+    words = "strategy=fedavgm dataset.partition.alpha=0.5 \"output_dir='a folder'\""
+    assert from_run_config({"overrides": words}) == direct
+    assert from_run_config({})["output_dir"].startswith("outputs/")
+    with pytest.raises(ConfigError, match="cannot be split"):
+        from_run_config({"overrides": "output_dir='a"})
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,8 @@ def test_a_run_config_composes_the_same():
         (["strategy=crafty"], "crafty"),
         (["strategy.server_rate=1"], "server_rate"),
         (["num_rounds=[1"], "num_rounds"),
+        (["strategy=null"], "strategy"),
+        (["client.lr=???"], "lr"),
     ],
 )
 def test_overrides_hydra_cannot_compose_are_one_sentence(overrides, words):
@@ -114,6 +118,35 @@ def test_overrides_hydra_cannot_compose_are_one_sentence(overrides, words):
         (["simulation.engine=warp"], "warp"),
         (["simulation.client_cpus=3"], "client_cpus=3"),
         (["target_accuracy=90"], "target_accuracy"),
+        (["target_accuracy=high"], "target_accuracy"),
+        (["target_accuracy=true"], "target_accuracy"),
+        (["~strategy"], "lacks strategy"),
+        (["~seed"], "lacks seed"),
+        (["~client.lr"], "client.lr"),
+        (["output_dir=null"], "output_dir"),
+        (["data_dir=5"], "data_dir"),
+        (["seed=18446744073709551616"], "seed"),
+        (["tracking.progress=maybe"], "tracking.progress"),
+        (["tracking.tensorboard=null"], "tracking.tensorboard"),
+        (["simulation.num_cpus=abc"], "simulation.num_cpus"),
+        (["simulation.client_cpus=null"], "simulation.client_cpus"),
+        (["simulation.client_gpus=abc"], "simulation.client_gpus"),
+        (["simulation.object_store_mb=-5"], "simulation.object_store_mb"),
+        (["strategy.server_lr=true"], "server_lr"),
+        (["strategy.ridge=null"], "ridge"),
+        (["strategy.rtol=abc"], "rtol"),
+        (["strategy.min_completed=abc"], "min_completed"),
+        (["strategy.min_completed=21"], "min_completed=21 can never be reached"),
+        (["strategy.max_failed_rounds=1.5"], "max_failed_rounds"),
+        (["strategy=fedavgm", "strategy.server_momentum=null"], "server_momentum"),
+        (["+strategy.wait_timeout=abc"], "wait_timeout"),
+        (["+strategy.accept_failures=maybe"], "accept_failures"),
+        (["+strategy.on_fit_config_fn=abc"], "on_fit_config_fn is set by the suite"),
+        (["strategy._target_=null"], "_target_"),
+        (["model.hidden=[1000000000000]"], "cannot be made here"),
+        (["dataset.test_fraction=0"], "no client has a sample to test on"),
+        (["dataset.max_samples=1"], "no client has a sample to test on"),
+        (["client.device=cuda:99"], "cuda:99"),
         (["model=resnet20"], "resnet"),
         (["model=cnn"], "cnn"),
         (["num_clients=5000"], "5000"),
@@ -124,7 +157,7 @@ def test_overrides_hydra_cannot_compose_are_one_sentence(overrides, words):
 )
 def test_what_cannot_run_is_refused_in_one_sentence(overrides, words):
     with pytest.raises(ConfigError, match=words) as error:
-        check(compose([*overrides, OUT]))
+        check(compose([OUT, *overrides]))
     assert "\n" not in str(error.value)
 
 
@@ -135,5 +168,5 @@ def test_more_clients_than_writers_is_refused(data_dir):
         check(compose([*overrides, "num_clients=101"]))
 
 
-def test_layers_come_from_the_model():
-    assert isinstance(build_strategy(compose([OUT])), CRAFT)
+def test_a_strategy_of_ones_own_is_taken_by_name():
+    assert isinstance(build_strategy(compose(["strategy._target_=strategies.craft.CRAFT", OUT])), CRAFT)

@@ -85,10 +85,12 @@ def last_status(project: Path, environment: dict[str, str]) -> str:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds and ends the SuperLink through /proc")
 def test_the_bundle_runs_the_same_composed_config(flower, tmp_path):
     project, environment = flower
-    bundled, direct = tmp_path / "bundled", tmp_path / "direct"
-    found = flwr_run(project, environment, f"{OVERRIDES} output_dir={bundled}")
+    direct = tmp_path / "direct"
+    found = flwr_run(project, environment, OVERRIDES)
     assert last_status(project, environment) == "finished:completed", found.stdout
-    found = run(*OVERRIDES.split(), "simulation=serial", f"output_dir={direct}", f"hydra.run.dir={direct}")
+    (status,) = project.glob("outputs/*/*/status.json")
+    bundled = status.parent
+    found = run(*OVERRIDES.split(), "simulation=serial", f"output_dir={direct}")
     assert found.returncode == 0, found.stdout
     assert (bundled / "model.safetensors").read_bytes() == (direct / "model.safetensors").read_bytes()
     timing = {"seconds", "round_seconds", "aggregate_seconds"}
@@ -96,8 +98,11 @@ def test_the_bundle_runs_the_same_composed_config(flower, tmp_path):
         assert {k: v for k, v in a.items() if k not in timing} == {k: v for k, v in b.items() if k not in timing}
 
     # What cannot run fails before any client starts, in words.
-    found = flwr_run(project, environment, f"{OVERRIDES} model=resnet20 output_dir={tmp_path / 'refused'}")
+    found = flwr_run(project, environment, f"{OVERRIDES} model=resnet20")
     assert "ConfigError" in found.stdout
     assert "resnet" in found.stdout
     assert last_status(project, environment) == "finished:failed"
-    assert not (tmp_path / "refused").exists()
+    found = flwr_run(project, environment, OVERRIDES, nodes=6)
+    assert "the federation has 6 nodes but num_clients=8" in found.stdout
+    assert last_status(project, environment) == "finished:failed"
+    assert len(list(project.glob("outputs/*/*/status.json"))) == 1

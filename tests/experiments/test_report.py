@@ -1,11 +1,14 @@
 import csv
 import io
 import struct
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from experiments.curves import figure_of
 from experiments.report import main, report
+from experiments.runs import find_runs, group_runs
 from experiments.tracking import RunTracker
 
 
@@ -97,12 +100,12 @@ def test_markdown_table(runs):
     best, other = dict(zip(titles, best, strict=True)), dict(zip(titles, other, strict=True))
     assert best["accuracy"] == "**75.0 ± 7.1**"
     assert other["accuracy"] == "50.0 ± 14.1"
-    assert best["rounds to target"] == "**2**"
+    assert best["rounds to target"] == "2"  # alone with a full value, so best of nothing
     assert other["rounds to target"] == "3 (1/2)"
     assert other["worst 10 %"] == "–"
     assert other["rejected clients"] == "3"
     assert "failed rounds" not in titles
-    assert "digits, mlp, dirichlet alpha 0.1" in text
+    assert "digits, mlp, dirichlet(0.1)" in text
     assert "100 clients, 10 per round, 3 rounds" in text
     assert f"python -m experiments.report {runs}" in text
 
@@ -178,8 +181,8 @@ def test_settings_get_a_table_each(tmp_path):
     report([tmp_path], console=quiet())
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
-        "## digits, mlp, dirichlet alpha 0.1 num_clients=100",
-        "## digits, mlp, dirichlet alpha 0.1 num_clients=1000",
+        "## digits, mlp, dirichlet(0.1) num_clients=100",
+        "## digits, mlp, dirichlet(0.1) num_clients=1000",
         "## digits, mlp, iid",
     ]
 
@@ -260,3 +263,30 @@ def test_a_mistake_on_the_command_line_is_status_2(arguments, capsys):
         main(arguments)
     assert stop.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_panels_are_equally_wide_whatever_the_title_and_labels(runs):
+    found, _ = find_runs([runs])
+    (group,) = group_runs(found, None, [])
+    rows = [replace(row, label=row.label + " setting=1.25" * 6) for row in group.rows]
+    figure = figure_of([replace(group, title="a long title " * 12, rows=rows)])
+    figure.draw_without_rendering()
+    left, middle, right = (axes.get_window_extent().width for axes in figure.get_axes())
+    assert left == pytest.approx(middle, rel=0.05)
+    assert left == pytest.approx(right, rel=0.05)
+    assert left > 0.2 * figure.bbox.width
+
+
+def test_a_damaged_run_is_named_and_the_others_are_reported(runs):
+    path = next(runs.rglob("metrics.jsonl"))
+    path.write_text(path.read_text().replace('"accuracy": 0', '"accuracy": "much", "x": 0'))
+    assert report([runs], console=quiet()) is not None
+    assert str(path.parent) in (runs / "report.md").read_text()
+
+
+def test_an_output_folder_that_cannot_be_is_one_sentence(runs, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as error:
+        main([str(runs), "--out", str(tmp_path / "file" / "folder")])
+    assert error.value.code == 2
+    assert "Not a directory" in capsys.readouterr().err

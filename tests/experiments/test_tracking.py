@@ -171,10 +171,11 @@ def test_progress_without_a_terminal_is_about_twenty_lines(tmp_path):
             solve = {"conflict_share_after": 0.2, "clients_accepted": 9, "clients_sampled": 10}
             run.log_round({"round": number, **evaluation, **solve})
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 21
-    assert lines[-1].startswith("round 100/100 ")
-    assert lines[-1].endswith("accuracy 100.0%  worst10 12.5%  loss 0.500  conflict 20%  clients 9/10")
-    assert "accuracy 90.0%  worst10 12.5%  loss 0.500 (round 90)" in lines[-2]
+    assert len(lines) == 22
+    assert lines[-2].startswith("round 100/100 ")
+    assert lines[-2].endswith("accuracy 100.0%  worst10 12.5%  loss 0.500  conflict 20%  clients 9/10")
+    assert "accuracy 90.0%  worst10 12.5%  loss 0.500 (round 90)" in lines[-3]
+    assert lines[-1] == f"finished  accuracy 100.0%  worst10 12.5%  loss 0.500  results in {tmp_path.resolve()}"
 
 
 def test_progress_in_a_terminal_is_one_bar(tmp_path):
