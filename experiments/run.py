@@ -75,7 +75,9 @@ def main() -> None:
     except ValueError as error:  # Hydra's, for a group without a choice
         if "override" not in str(error):
             raise
-        sys.exit(f"ConfigError: {message_of(error)}")
+        sys.exit(
+            f"ConfigError: a config group was set to null; name one of its options, as in strategy=craft ({error})"
+        )
     if _failed_jobs:
         sys.exit(f"{len(_failed_jobs)} of the sweep's runs failed: {'; '.join(_failed_jobs)}")
 

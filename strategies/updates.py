@@ -96,8 +96,11 @@ class LayerDirection:
 
 
 def one_line(text: str) -> str:
-    """Return a text of any origin on one line of bounded length."""
-    return " ".join(text[: 4 * _REASON].split())[:_REASON]
+    """Return a text of any origin on one line of bounded length; of a long one, the start and the end."""
+    if len(text) > 8 * _REASON:
+        text = f"{text[: 4 * _REASON]} {text[-4 * _REASON :]}"
+    line = " ".join(text.split())
+    return line if len(line) <= _REASON else f"{line[: _REASON // 3]} ... {line[-_REASON // 2 :]}"
 
 
 def client_order(cid: str) -> tuple[int, int, str]:
