@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 demo: $(STAMP) ## CRAFT, FedAvg and FedAvgM on 100 non-IID digits clients: a table and curves
-	$(BIN)/python -m experiments.run -m experiment=demo_digits strategy=craft,fedavg,fedavgm seed=0,1 \
+	$(BIN)/python -m experiments.run -m experiment=demo_digits strategy=craft,fedavg,fedavgm \
 	  hydra.sweep.dir=outputs/demo/$$(date +%Y-%m-%d_%H-%M-%S)
 
 test: $(STAMP) ## Everything a machine without GPU or network can test; real data where DATA_DIR is set

@@ -71,10 +71,10 @@ def from_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_dict(cfg: DictConfig) -> dict[str, Any]:
-    """Resolve a composed configuration to plain Python values, without Hydra's own section."""
+    """Resolve a composed configuration to plain Python values, without what only composing needs."""
     plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment")}
+    return {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment", "tuned")}
 
 
 def check(cfg: Mapping[str, Any]) -> Task:

@@ -170,3 +170,14 @@ def test_more_clients_than_writers_is_refused(data_dir):
 
 def test_a_strategy_of_ones_own_is_taken_by_name():
     assert isinstance(build_strategy(compose(["strategy._target_=strategies.craft.CRAFT", OUT])), CRAFT)
+
+
+def test_an_experiments_own_steps_yield_to_the_command_line():
+    steps = {
+        name: compose(["experiment=demo_digits", f"strategy={name}", OUT])["strategy"]["server_lr"]
+        for name in ("craft", "fedavg", "fedavgm")
+    }
+    assert steps == {"craft": 0.3, "fedavg": 1.0, "fedavgm": 0.3}
+    cfg = compose(["experiment=demo_digits", "strategy.server_lr=0.7", OUT])
+    assert cfg["strategy"]["server_lr"] == 0.7
+    assert "tuned" not in cfg
