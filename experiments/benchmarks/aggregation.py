@@ -69,6 +69,11 @@ def make_round(name: str, m: int, seed: int = 0) -> tuple[LayerMap, Parameters, 
     return LayerMap.from_module(module), ndarrays_to_parameters(start), results
 
 
+def flower_fedavg() -> flwr.server.strategy.FedAvg:
+    """Flower's own FedAvg; the function spares it a warning."""
+    return flwr.server.strategy.FedAvg(fit_metrics_aggregation_fn=lambda _: {})
+
+
 def alternate(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Median seconds of each call, run in turn `repeats` times after one warm-up."""
     times: list[list[float]] = [[] for _ in calls]
@@ -114,7 +119,7 @@ def solve_against_pinv(m: int, repeats: int, device: str) -> list[dict[str, Any]
 def aggregate_time(model: str, m: int, repeats: int, device: str) -> list[dict[str, Any]]:
     """Time `aggregate_fit` of each strategy against Flower's FedAvg on the same results."""
     layers, start, results = make_round(model, m)
-    theirs = flwr.server.strategy.FedAvg(fit_metrics_aggregation_fn=lambda _: {})
+    theirs = flower_fedavg()
     calls: list[Callable[[], object]] = [lambda: theirs.aggregate_fit(2, results, []), lambda: read_all(results)]
     for make in STRATEGIES.values():
         strategy = make(layers=layers, initial_parameters=start, device=device)
@@ -161,7 +166,7 @@ def _measure(queue: Any, model: str, m: int, who: str) -> None:
     warm_layers, warm_start, warm_results = make_round(model, 2)
     strategy: Any
     if who == "Flower FedAvg":
-        strategy = warm = flwr.server.strategy.FedAvg(fit_metrics_aggregation_fn=lambda _: {})
+        strategy = warm = flower_fedavg()
     else:
         strategy = STRATEGIES[who](layers=layers, initial_parameters=start)
         warm = STRATEGIES[who](layers=warm_layers, initial_parameters=warm_start)
