@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..gram import column_blocks, combine, gram
+from ..gram import column_blocks, gram
 from ..options import is_real, require
 
 CONSTRAINTS = ("equality",)
@@ -195,15 +195,20 @@ def solve(
             raise ValueError(f"reference must have one entry per parameter, shape ({d},), not {tuple(start.shape)}.")
         if not bool(torch.isfinite(start).all()):
             raise ValueError("the reference holds NaN or Inf; pass None for no reference.")
-    # Only directions matter; at a largest entry of 1 no row is too long or too short to be squared.
-    largest = updates.abs().amax(dim=1, keepdim=True).to(torch.float64) if d else torch.ones(m, 1, device=device)
-    size = torch.where(largest > 0, largest, 1.0)
+    size = None
+    if updates.dtype == torch.float64 and d:
+        # Only directions matter; with a largest entry of 1 no row is too long or too short to be squared.
+        # Rows of narrower dtypes never are.
+        largest = updates.abs().amax(dim=1, keepdim=True)
+        size = torch.where(largest > 0, largest, 1.0)
 
     def blocks() -> Iterator[tuple[slice, Tensor]]:
-        return ((columns, block / size) for columns, block in column_blocks(updates))
+        for columns, block in column_blocks(updates):
+            yield columns, block if size is None else block / size
 
     inner = gram(blocks(), m, start, device=device)
     found = coefficients(inner.matrix, inner.cross, rho, ridge=ridge, rtol=rtol)
-    one = torch.ones(1, dtype=torch.float64, device=device)
-    direction = combine(blocks(), found.coefficients[None], d, start, one).vectors[0]
+    direction = torch.zeros(d, dtype=torch.float64, device=device) if start is None else start.clone()
+    for columns, block in blocks():
+        direction[columns] += found.coefficients @ block
     return CraftSolution(direction, found.alignment, float(found.residual), int(found.rank))
