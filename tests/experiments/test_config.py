@@ -177,7 +177,7 @@ def test_an_experiments_own_steps_yield_to_the_command_line():
         name: compose(["experiment=demo_digits", f"strategy={name}", OUT])["strategy"]["server_lr"]
         for name in ("craft", "fedavg", "fedavgm")
     }
-    assert steps == {"craft": 0.3, "fedavg": 1.0, "fedavgm": 0.3}
+    assert steps == {"craft": 1.0, "fedavg": 1.0, "fedavgm": 0.3}
     cfg = compose(["experiment=demo_digits", "strategy.server_lr=0.7", OUT])
     assert cfg["strategy"]["server_lr"] == 0.7
     assert "tuned" not in cfg
