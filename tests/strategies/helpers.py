@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
+
+from strategies import CRAFT, FedAvg, FedAvgM
 
 
 class Proxy(ClientProxy):
@@ -65,3 +68,20 @@ def trained(start, count, seed=1, scale=0.1):
         ]
         for i in range(count)
     ]
+
+
+ALL = [
+    lambda **k: CRAFT(**k),
+    lambda **k: CRAFT(scale="mean_norm", server_lr=1.0, **k),
+    lambda **k: FedAvg(**k),
+    lambda **k: FedAvgM(**k),
+]
+every_strategy = pytest.mark.parametrize("make", ALL, ids=["craft", "craft-mean-norm", "fedavg", "fedavgm"])
+
+
+def initial(seed=0):
+    return ndarrays_to_parameters(model(seed))
+
+
+def results(start, count=4, seed=1, sizes=(10, 20, 30, 40)):
+    return [result(i, a, sizes[i % len(sizes)]) for i, a in enumerate(trained(start, count, seed))]

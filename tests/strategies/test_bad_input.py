@@ -1,0 +1,195 @@
+"""Clients, states and options that cannot be used: named, counted, and harmless."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from flwr.common import ndarrays_to_parameters
+
+from strategies import CRAFT, FedAvg, FedAvgM, RoundsFailed
+from strategies.solvers import craft
+
+from .helpers import arrays_of, every_strategy, initial, manager, model, result, results, trained
+
+
+def poison(start, kind):
+    arrays = trained(start, 1, seed=9)[0]
+    n = 10
+    if kind == "nan":
+        arrays[0][0, 0] = np.nan
+    elif kind == "shape":
+        arrays[0] = arrays[0][:, :2]
+    elif kind == "missing":
+        arrays = arrays[:-1]
+    elif kind == "zero":
+        n = 0
+    elif kind == "negative":
+        n = -1
+    return result(99, arrays, n)
+
+
+@every_strategy
+@pytest.mark.parametrize("kind", ["nan", "shape", "missing", "zero", "negative"])
+def test_one_bad_client_is_left_out_and_named(make, kind, caplog):
+    good = results(model())
+    with caplog.at_level(logging.WARNING):
+        theta, metrics = make(initial_parameters=initial()).aggregate_fit(1, [poison(model(), kind), *good], [])
+    expected, _ = make(initial_parameters=initial()).aggregate_fit(1, good, [])
+    assert theta.tensors == expected.tensors
+    assert (metrics["clients_accepted"], metrics["clients_rejected"]) == (4, 1)
+    assert "client 99" in json.loads(metrics["rejection_reasons"])[0]
+    assert "client 99" in caplog.text
+
+
+@every_strategy
+def test_a_duplicate_client_counts_once(make):
+    good = results(model())
+    theta, metrics = make(initial_parameters=initial()).aggregate_fit(1, [*good, good[0]], [])
+    assert theta.tensors == make(initial_parameters=initial()).aggregate_fit(1, good, [])[0].tensors
+    assert metrics["clients_rejected"] == 1
+
+
+@every_strategy
+def test_failed_rounds_leave_the_model_and_end_in_one_sentence(make):
+    s = make(initial_parameters=initial(), max_failed_rounds=3, seed=1)
+    s.configure_fit(1, initial(), manager("abcd"))
+    theta, metrics = s.aggregate_fit(1, [], [RuntimeError("boom")] * 4)
+    assert theta.tensors == initial().tensors
+    assert metrics["failed_round"] is True
+    assert (metrics["clients_sampled"], metrics["clients_failed"]) == (4, 4)
+    assert "boom" in metrics["failure_reasons"]
+    theta, metrics = s.aggregate_fit(2, [], [])  # an empty round
+    assert theta.tensors == initial().tensors
+    assert metrics["failed_round"] is True
+    with pytest.raises(RoundsFailed, match="3 rounds in a row failed") as error:
+        s.aggregate_fit(3, [poison(model(), "nan")], [])
+    assert "NaN" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.metrics["clients_rejected"] == 1
+
+
+def test_a_success_ends_the_row_of_failures():
+    s = FedAvg(initial_parameters=initial(), max_failed_rounds=2)
+    for number in (1, 3, 5):
+        assert s.aggregate_fit(number, [], [RuntimeError("x")])[1]["failed_round"] is True
+        assert s.aggregate_fit(number + 1, results(model()), [])[1]["failed_round"] is False
+
+
+@pytest.mark.parametrize(
+    ("min_completed", "accepted", "failed"),
+    [(None, 5, False), (None, 4, True), (3, 3, False), (3, 2, True), (0.9, 9, False), (0.9, 8, True), (0.0, 1, False)],
+)
+def test_min_completed(min_completed, accepted, failed):
+    s = FedAvg(initial_parameters=initial(), min_completed=min_completed)
+    s.configure_fit(1, initial(), manager(map(str, range(10))))
+    _, metrics = s.aggregate_fit(1, results(model(), accepted), [RuntimeError("gone")] * (10 - accepted))
+    assert metrics["failed_round"] is failed
+
+
+def test_accept_failures_off_fails_the_round():
+    s = FedAvg(initial_parameters=initial(), accept_failures=False)
+    _, metrics = s.aggregate_fit(1, results(model()), [RuntimeError("gone")])
+    assert metrics["failed_round"] is True
+
+
+def test_a_step_that_overflows_is_a_failed_round_with_advice():
+    start = [np.full(2, 3e38, np.float32)]
+    s = FedAvg(initial_parameters=ndarrays_to_parameters(start), server_lr=100.0)
+    theta, metrics = s.aggregate_fit(1, [result(0, [np.full(2, 1e38, np.float32)])], [])
+    np.testing.assert_array_equal(arrays_of(theta)[0], start[0])
+    assert metrics["failed_round"] is True
+    assert "lower server_lr" in metrics["failed_reason"]
+
+
+def test_an_update_too_large_to_square_is_rejected():
+    start = [np.zeros(2)]
+    s = CRAFT(initial_parameters=ndarrays_to_parameters(start))
+    theta, metrics = s.aggregate_fit(1, [result(0, [np.full(2, 1e200)]), result(1, [np.ones(2)])], [])
+    np.testing.assert_allclose(arrays_of(theta)[0], 0.1 / np.sqrt(2), rtol=1e-12)
+    assert "client 0: tensor 'tensor0' holds values too large" in metrics["rejection_reasons"]
+
+
+def test_a_norm_that_grows_without_bound_is_reported(caplog):
+    s = CRAFT(initial_parameters=ndarrays_to_parameters([np.zeros(2, np.float32)]), server_lr=1e6)
+    with caplog.at_level(logging.WARNING):
+        s.aggregate_fit(1, [result(0, [np.ones(2, np.float32)])], [])
+    assert "diverges" in caplog.text
+
+
+def test_no_global_model_is_one_sentence():
+    with pytest.raises(ValueError, match="no global model"):
+        FedAvg().aggregate_fit(1, results(model()), [])
+    with pytest.raises(ValueError, match="NaN or Inf in tensor 'tensor0'"):
+        FedAvg().configure_fit(1, ndarrays_to_parameters([np.array([np.nan])]), manager("ab"))
+    with pytest.raises(ValueError, match="no tensors"):
+        FedAvg().configure_fit(1, ndarrays_to_parameters([]), manager("ab"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"server_lr": 0.0},
+        {"server_lr": float("nan")},
+        {"server_lr_decay": 0.0},
+        {"server_lr_decay": 1.1},
+        {"seed": -1},
+        {"min_completed": 1.5},
+        {"min_completed": 0},
+        {"min_completed": True},
+        {"min_completed": "half"},
+        {"max_failed_rounds": 0},
+        {"max_failed_rounds": 1.5},
+        {"server_lr": True},
+        {"server_lr": "fast"},
+        {"seed": 1.5},
+        {"wait_timeout": None},
+        {"fraction_fit": float("nan")},
+        {"layers": torch.nn.Linear(1, 1)},
+        {"device": "warp"},
+        {"device": None},
+    ],
+)
+def test_options_out_of_range_are_named(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        FedAvg(**options)
+
+
+def test_numpy_numbers_are_numbers():
+    s = FedAvg(min_completed=np.int64(2), seed=np.int64(3), server_lr=np.float32(0.5), initial_parameters=initial())
+    assert s.aggregate_fit(1, results(model()), [])[1]["failed_round"] is False
+
+
+def test_options_of_the_methods_out_of_range_are_named():
+    with pytest.raises(ValueError, match="scale"):
+        CRAFT(scale="huge")
+    with pytest.raises(ValueError, match="constraint"):
+        CRAFT(constraint="none")
+    with pytest.raises(ValueError, match="server_momentum"):
+        FedAvgM(server_momentum=1.0)
+    with pytest.raises(TypeError, match="fraction_fitt"):
+        FedAvg(fraction_fitt=0.1)
+
+
+def test_functions_that_return_nothing_are_no_trouble():
+    s = FedAvg(initial_parameters=initial(), fit_metrics_aggregation_fn=lambda _: None, on_fit_config_fn=lambda _: None)
+    assert s.configure_fit(1, initial(), manager("ab"))[0][1].config == {"server_round": 1}
+    assert s.aggregate_fit(1, results(model()), [])[1]["failed_round"] is False
+
+
+def test_the_users_own_metrics_join_ours():
+    s = FedAvg(initial_parameters=initial(), fit_metrics_aggregation_fn=lambda pairs: {"clients_seen": len(pairs)})
+    sent = [result(i, a, 10 * (i + 1), {"train_loss": float(i)}) for i, a in enumerate(trained(model(), 2))]
+    metrics = s.aggregate_fit(1, sent, [])[1]
+    assert metrics["clients_seen"] == 2
+    assert metrics["train_loss"] == pytest.approx(2 / 3)
+
+
+def test_the_strategy_and_the_solver_agree():
+    start = [np.zeros(6)]
+    G = np.random.default_rng(2).normal(size=(3, 6))
+    s = CRAFT(initial_parameters=ndarrays_to_parameters(start), server_lr=1.0)
+    theta = arrays_of(s.aggregate_fit(1, [result(i, [g], i + 1) for i, g in enumerate(G)], [])[0])[0]
+    direct = craft.solve(torch.tensor(G), torch.tensor([1, 2, 3]) / 6)
+    np.testing.assert_allclose(theta, direct.direction, rtol=1e-6)
