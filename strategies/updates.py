@@ -105,7 +105,8 @@ def one_line(text: str) -> str:
 
 def client_order(cid: str) -> tuple[int, int, str]:
     """Sort key of a client id: numbers by value, then everything else alphabetically."""
-    return (0, int(cid), cid) if re.fullmatch(r"-?[0-9]{1,40}", cid) else (1, 0, cid)
+    text = str(cid)
+    return (0, int(text), text) if re.fullmatch(r"-?[0-9]{1,40}", text) else (1, 0, text)
 
 
 @functools.lru_cache(maxsize=1024)
