@@ -17,6 +17,7 @@ help: ## List the targets
 setup: $(STAMP) ## Make .venv with everything installed (once; minutes)
 
 $(STAMP): pyproject.toml
+	@echo "Installing into $(VENV): several minutes and about 7 GB, mostly PyTorch."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	touch $@

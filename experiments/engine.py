@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import rich
 import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -52,6 +53,8 @@ def _run_flower(cfg: Mapping[str, Any], server_app: ServerApp, client_app: Clien
     from flwr.simulation import run_simulation
 
     sim = cfg["simulation"]
+    if cfg["tracking"]["progress"]:
+        rich.get_console().print(f"Starting Ray with {sim['num_cpus']} CPUs; until round 1 this takes half a minute.")
     run_simulation(
         server_app=server_app,
         client_app=client_app,

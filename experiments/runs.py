@@ -76,7 +76,7 @@ class Group:
         return (
             "Test accuracy in % at the last evaluation, every client counting equally; "
             "± is the sample standard deviation over seeds, (n/m) a value that only n of m seeds have. "
-            f"Target: {100 * self.target:.1f} % ({self.target_source})."
+            f"Target: {100 * self.target:.1f} % ({self.target_source}), counted to the first evaluation to reach it."
         )
 
 

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,7 +37,8 @@ _PLAIN_LINES = 20
 _PLAIN_SECONDS = 60.0
 _EVALUATION = {"accuracy": "  accuracy {:.1%}", "worst10": "  worst10 {:.1%}", "loss": "  loss {:.3f}"}
 _SOLVE = {
-    "conflict_share_after": "  conflict {:.0%}",
+    "conflict_share_before": "  conflict {:.0%}",
+    "conflict_share_after": " → {:.0%}",
     "clients_accepted": "  clients {}",
     "clients_sampled": "/{}",
 }
@@ -80,14 +82,15 @@ class _Display:
         self.printed = time.monotonic()
         self.evaluated = (0, "")  # the latest evaluation's round and text
         self.bar = Progress(
-            "round",
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
-            "left",
-            TimeRemainingColumn(),
-            "{task.fields[summary]}",
+            TextColumn("round", table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=12),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("left", table_column=Column(no_wrap=True)),
+            # In a narrow terminal the metrics give way, the last ones first, not the round.
+            TextColumn("{task.fields[summary]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
             console=console,
+            expand=True,
             disable=not console.is_terminal,
         )
         self.task = self.bar.add_task("", total=num_rounds, summary="")
@@ -112,8 +115,9 @@ class _Display:
             self.console.print(line + summary, highlight=False, markup=False, soft_wrap=True)
 
     def close(self, status: str, folder: Path) -> None:
-        line = f"{status}{self.evaluated[1]}  results in {folder}"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        # On a line of its own, so that it can be copied.
+        text = f"{status}{self.evaluated[1]}; results in\n{folder}"
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _texts(record: Mapping[str, Any], forms: Mapping[str, str]) -> str:
@@ -274,3 +278,4 @@ class RunTracker:
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
         with _replacing(self.output_dir / "model.safetensors") as temporary:
             save_file(tensors, temporary)
+            temporary.chmod((self.output_dir / "config.yaml").stat().st_mode)  # as readable as the other files

@@ -168,14 +168,24 @@ def test_progress_without_a_terminal_is_about_twenty_lines(tmp_path):
     with tracker(tmp_path, num_rounds=100, progress=True, console=console) as run:
         for number in range(101):
             evaluation = {"accuracy": number / 100, "worst10": 0.125, "loss": 0.5} if number % 10 == 0 else {}
-            solve = {"conflict_share_after": 0.2, "clients_accepted": 9, "clients_sampled": 10}
+            solve = {"conflict_share_before": 0.2, "conflict_share_after": 0.0}
+            solve |= {"clients_accepted": 9, "clients_sampled": 10}
             run.log_round({"round": number, **evaluation, **solve})
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 22
-    assert lines[-2].startswith("round 100/100 ")
-    assert lines[-2].endswith("accuracy 100.0%  worst10 12.5%  loss 0.500  conflict 20%  clients 9/10")
-    assert "accuracy 90.0%  worst10 12.5%  loss 0.500 (round 90)" in lines[-3]
-    assert lines[-1] == f"finished  accuracy 100.0%  worst10 12.5%  loss 0.500  results in {tmp_path.resolve()}"
+    assert len(lines) == 23
+    assert lines[-3].startswith("round 100/100 ")
+    assert lines[-3].endswith("accuracy 100.0%  worst10 12.5%  loss 0.500  conflict 20% → 0%  clients 9/10")
+    assert "accuracy 90.0%  worst10 12.5%  loss 0.500 (round 90)" in lines[-4]
+    assert lines[-2] == "finished  accuracy 100.0%  worst10 12.5%  loss 0.500; results in"
+    assert lines[-1] == str(tmp_path.resolve())
+
+
+def test_in_a_narrow_terminal_the_round_stays(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=60)
+    with tracker(tmp_path, num_rounds=100, progress=True, console=console) as run:
+        run.log_round({"round": 42, "accuracy": 0.5, "worst10": 0.125, "loss": 0.5, "clients_accepted": 9})
+    assert "42/100" in console.file.getvalue()
+    assert "accuracy 50.0%" in console.file.getvalue()
 
 
 def test_progress_in_a_terminal_is_one_bar(tmp_path):
