@@ -107,11 +107,13 @@ def test_clients_that_raise_or_die_are_counted_and_the_run_goes_on(tmp_path):
     assert "lost its data" in first["failure_reasons"]
     assert second["clients_failed"] >= 4  # those three, the one that died, and whoever shared its process
     for r in (second, third):
-        # Flower does not replace a dead worker, so its share of a round is lost; every loss is counted.
+        # Flower does not replace a dead worker, and it fails at once what it is given: any number of the others
+        # may be lost with it. Every loss is counted, and a round with too few results leaves the model alone.
         assert r["clients_accepted"] + r["clients_failed"] == 12
         assert r["clients_failed"] >= 3
-        assert r["clients_accepted"] >= 2
-        assert r["failed_round"] is False
+        assert r["failed_round"] is (r["clients_accepted"] < 2)
+    assert all(np.isfinite(a).all() for a in load_file(tmp_path / "model.safetensors").values())
+    assert json.loads((tmp_path / "status.json").read_text())["status"] == "finished"
 
 
 def test_a_sweep_ends_in_a_table_and_curves_and_names_what_failed(tmp_path):
