@@ -19,7 +19,7 @@ from torch import Tensor
 BLOCK_BYTES = 4 * 2**20
 
 Blocks = Iterable[tuple[slice, Tensor]]
-"""Column blocks of an (m, d) matrix: (columns, float64 tensor of shape (m, columns))."""
+"""Column blocks of an (m, d) matrix: (columns, float64 tensor of shape (m, columns)), each used before the next."""
 
 
 @dataclass(frozen=True)
@@ -128,5 +128,5 @@ def combine(
             part.addr_(reference_weights, reference[columns])
         vectors[:, columns] = part[:keep]
         products.addmm_(part, block.T)
-        squared_norms += torch.linalg.vecdot(block, block)
+        squared_norms += torch.linalg.vector_norm(block, dim=1).square_()
     return Combinations(vectors, products, squared_norms)

@@ -294,7 +294,10 @@ class ClientUpdates:
         return [arrays[index] for arrays in self._arrays]
 
     def blocks(self, layer: Layer) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the (m, d_q) matrix of updates of a layer in float64 column blocks, on `device`."""
+        """Yield the (m, d_q) matrix of updates of a layer in float64 column blocks, on `device`.
+
+        Blocks share one buffer: each is overwritten by the next.
+        """
         step = block_columns(len(self))
         pieces = []  # (tensor, its first column in the layer, its size)
         offset = 0
@@ -304,10 +307,14 @@ class ClientUpdates:
             offset += size
         flat = {t: [a[t].reshape(-1) for a in self._arrays] for t in layer.tensors}
         start = {t: self._global[t].reshape(-1) for t in layer.tensors}
-        m = len(self)
+        m, rows = len(self), len(self) + len(self._senders)
+        # Two buffers for all blocks: allocating them anew each time would fragment the heap many times over.
+        width = min(step, layer.size)
+        raw = np.empty(rows * width, self._stage)
+        buffer = torch.empty(rows * width, dtype=torch.float64, device=self.device)
         for low in range(0, layer.size, step):
             high = min(low + step, layer.size)
-            stage = np.empty((m + len(self._senders), high - low), self._stage)
+            stage = raw[: rows * (high - low)].reshape(rows, high - low)
             for t, first, size in pieces:
                 a, b = max(low, first), min(high, first + size)
                 if a >= b:
@@ -317,7 +324,7 @@ class ClientUpdates:
                     row[target] = array[source]
                 for row, dtypes in zip(stage[m:], self._senders, strict=True):
                     row[target] = start[t][source].astype(dtypes[t], copy=False)
-            values = torch.from_numpy(stage).to(self.device, torch.float64)
+            values = buffer[: stage.size].view(rows, high - low).copy_(torch.from_numpy(stage))
             block, bases = values[:m], values[m:]
             if len(bases) == 1:
                 block.sub_(bases[0])

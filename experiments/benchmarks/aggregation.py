@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
+import gc
 import io
 import json
 import multiprocessing
@@ -163,19 +165,26 @@ def aggregate_memory(model: str, m: int) -> list[dict[str, Any]]:
 def _measure(queue: Any, model: str, m: int, who: str) -> None:
     layers, start, results = make_round(model, m)
     received = sum(len(t) for _, r in results for t in r.parameters.tensors)
-    warm_layers, warm_start, warm_results = make_round(model, 2)
-    strategy: Any
-    if who == "Flower FedAvg":
-        strategy = warm = flower_fedavg()
-    else:
-        strategy = STRATEGIES[who](layers=layers, initial_parameters=start)
-        warm = STRATEGIES[who](layers=warm_layers, initial_parameters=warm_start)
-    warm.aggregate_fit(1, warm_results, [])  # libraries load and allocate on first use
+
+    def make() -> Any:
+        return flower_fedavg() if who == "Flower FedAvg" else STRATEGIES[who](layers=layers, initial_parameters=start)
+
+    make().aggregate_fit(1, results, [])  # libraries load and make their buffers on first use
+    strategy = make()
+    _release()  # what that call has freed goes back, or it would hide what the next one takes
     _reset_peak()
     before = _peak()
     strategy.aggregate_fit(1, results, [])
     block = m * max(layer.size for layer in layers.layers) * 8
     queue.put((_peak() - before, received, block, layers.size))
+
+
+def _release() -> None:
+    """Return freed memory to the system (glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _reset_peak() -> None:
