@@ -16,7 +16,7 @@ from torch import Tensor
 
 # A block of columns holds about this many bytes in float64. Large enough that the matrix products run at
 # full speed, small enough to be a few per cent of the updates it is cut from.
-BLOCK_BYTES = 4 * 2**20
+BLOCK_BYTES = 8 * 2**20
 
 Blocks = Iterable[tuple[slice, Tensor]]
 """Column blocks of an (m, d) matrix: (columns, float64 tensor of shape (m, columns)), each used before the next."""

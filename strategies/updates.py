@@ -329,8 +329,8 @@ class ClientUpdates:
             if len(bases) == 1:
                 block.sub_(bases[0])
             else:
-                for base, rows in zip(bases, self._senders.values(), strict=True):
-                    block[rows] -= base
+                for base, senders in zip(bases, self._senders.values(), strict=True):
+                    block[senders] -= base
             yield slice(low, high), block
 
     def layer(self, name: str | int | Layer) -> Tensor:
