@@ -5,23 +5,44 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from flwr.client import Client, NumPyClient
+from flwr.app import MessageType
+from flwr.client import Client
 from flwr.clientapp import ClientApp
-from flwr.common import Context, NDArrays, Scalar
-from torch import nn
+from flwr.clientapp.typing import Mod
+from flwr.common import (
+    Code,
+    Context,
+    EvaluateIns,
+    EvaluateRes,
+    FitIns,
+    FitRes,
+    GetPropertiesIns,
+    GetPropertiesRes,
+    Message,
+    Parameters,
+    Scalar,
+    Status,
+)
+from flwr.compat.common.recorddict_compat import fitres_to_recorddict, recorddict_to_fitins
+from torch import Tensor, nn
 
 from client_apps import tasks
-from client_apps.arrays import get_arrays, set_arrays
+from client_apps.arrays import set_arrays
 from client_apps.errors import ConfigError
 from client_apps.tasks import Task
+from client_apps.training import TrainResult
+from client_apps.wire import decode, encode
+
+log = logging.getLogger(__name__)
 
 
-def make_client_app(cfg: Mapping[str, Any]) -> ClientApp:
+def make_client_app(cfg: Mapping[str, Any]) -> TaskClientApp:
     """Make the ClientApp of a composed configuration.
 
     Parameters
@@ -35,12 +56,101 @@ def make_client_app(cfg: Mapping[str, Any]) -> ClientApp:
     ConfigError
         A key is unknown, missing or out of range. No data is read here.
     """
-    cfg = copy.deepcopy(dict(cfg))
-    tasks.build(cfg)
-    return ClientApp(client_fn=partial(_client, cfg))
+    return TaskClientApp(cfg)
 
 
-class TaskClient(NumPyClient):
+class TaskClientApp(ClientApp):
+    """A ClientApp that can also answer the messages of many clients at once.
+
+    Parameters
+    ----------
+    cfg : Mapping[str, Any]
+        See `make_client_app`.
+    mods : list of Mod or None
+        Flower's modifiers. They act on one message, so with any of them clients run one by one.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], mods: list[Mod] | None = None) -> None:
+        self._cfg = copy.deepcopy(dict(cfg))
+        tasks.build(self._cfg)
+        super().__init__(client_fn=partial(_client, self._cfg), mods=mods)
+        self._together = not mods
+
+    def batch(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[Message | Exception]:
+        """Answer several messages, as this app does each by itself (bit for bit, see `client_apps.vectorized`).
+
+        Clients that train the same global model with the same fit config on a task that vectorises are trained
+        at once, all others one after the other.
+
+        Parameters
+        ----------
+        messages : sequence of Message
+        contexts : sequence of Context
+            One for each message.
+
+        Returns
+        -------
+        list
+            For each message its reply, or what its own client raised.
+        """
+        replies: dict[int, Message | Exception] = {}
+        for group in self._groups(messages, contexts) if self._together else ():
+            try:
+                results = _fit_many([client for _, client in group.members], group.ins)
+            except Exception:
+                # One by one, only the culprit is left without a reply.
+                log.warning(
+                    "Training %d clients at once failed; they run one by one", len(group.members), exc_info=True
+                )
+                continue
+            for (i, _), result in zip(group.members, results, strict=True):
+                replies[i] = Message(fitres_to_recorddict(result, keep_input=False), reply_to=messages[i])
+        for i, (message, context) in enumerate(zip(messages, contexts, strict=True)):
+            if i not in replies:
+                try:
+                    replies[i] = self(message, context)
+                except Exception as error:  # noqa: BLE001 - handed to the caller in place of the reply
+                    replies[i] = error
+        return [replies[i] for i in range(len(messages))]
+
+    def _groups(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[_Group]:
+        """Collect the clients that can be trained at once; the rest, also whatever is wrong, is left out."""
+        groups: list[_Group] = []
+        for i, (message, context) in enumerate(zip(messages, contexts, strict=True)):
+            if message.metadata.message_type != MessageType.TRAIN or not message.has_content():
+                continue
+            try:
+                client = _client(self._cfg, context)
+                ins = recorddict_to_fitins(message.content, keep_input=True)
+            except Exception:  # noqa: BLE001 - raised again, and handed over, when this client runs by itself
+                continue
+            if not client.task.vectorized:
+                continue
+            group = next((g for g in groups if g.task is client.task and _same(g.ins, ins)), None)
+            if group is None:
+                groups.append(group := _Group(client.task, ins, []))
+            group.members.append((i, client))
+        return groups
+
+
+class _Group(NamedTuple):
+    """Clients of one task that received the same; each with the place of its message."""
+
+    task: Task
+    ins: FitIns
+    members: list[tuple[int, TaskClient]]
+
+
+def _same(one: FitIns, other: FitIns) -> bool:
+    # Bytes that are the same object are equal at no cost. Types count, as True equals 1 and is no round.
+    return (
+        one.config == other.config
+        and [type(value) for value in one.config.values()] == [type(value) for value in other.config.values()]
+        and one.parameters.tensors == other.parameters.tensors
+    )
+
+
+class TaskClient(Client):
     """One client of a task.
 
     Parameters
@@ -55,56 +165,42 @@ class TaskClient(NumPyClient):
         self.task = task
         self.cid = cid
 
-    def get_properties(self, config: dict[str, Scalar]) -> dict[str, Scalar]:
+    def get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
         """Tell the server which client this is."""
-        return {"partition-id": self.cid}
+        return GetPropertiesRes(_OK, {"partition-id": self.cid})
 
-    def fit(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[NDArrays, int, dict[str, Scalar]]:
+    def fit(self, ins: FitIns) -> FitRes:
         """Train the received model on the client's training split.
 
         Parameters
         ----------
-        parameters : list of ndarray
-            The global model in state_dict order.
-        config : dict
-            Must hold `server_round`, an integer from 1.
+        ins : FitIns
+            The global model in state_dict order, and a config that holds `server_round`, an integer from 1.
 
         Returns
         -------
-        tuple
+        FitRes
             The trained arrays, the size of the training split, and `train_loss`, `local_steps`,
             `step_weight` (see `client_apps.training.TrainResult`) and `partition_id`.
         """
-        server_round = config.get("server_round")
-        if isinstance(server_round, bool) or not isinstance(server_round, int) or server_round < 1:
-            raise ConfigError(
-                f"The fit config must hold server_round, an integer from 1, not {server_round!r}; "
-                "set it in the strategy's on_fit_config_fn."
-            )
-        model = _model(self.task)
-        set_arrays(model, parameters)
+        if self.task.vectorized:
+            return _fit_many([self], ins)[0]
+        server_round = _server_round(ins)
+        model = _received(self.task, ins.parameters)
         result = self.task.train(model, self.cid, server_round)
-        metrics: dict[str, Scalar] = {
-            "train_loss": result.train_loss,
-            "local_steps": result.local_steps,
-            "step_weight": result.step_weight,
-            "partition_id": self.cid,
-        }
-        return get_arrays(model), result.num_examples, metrics
+        return _fit_res(self.cid, _encode(list(model.state_dict().values())), result)
 
-    def evaluate(self, parameters: NDArrays, config: dict[str, Scalar]) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
         """Evaluate the received model on the client's test split.
 
         Returns
         -------
-        tuple
+        EvaluateRes
             The mean loss, the size of the test split, and `accuracy`, `correct`, `loss_sum` and
             `partition_id`. An empty split gives loss 0, accuracy 0 and 0 examples, so that it weighs
             nothing in an average weighted by examples.
         """
-        model = _model(self.task)
-        set_arrays(model, parameters)
-        result = self.task.evaluate(model, [self.cid])
+        result = self.task.evaluate(_received(self.task, ins.parameters), [self.cid])
         count, correct, loss = int(result.num_examples[0]), int(result.correct[0]), float(result.loss_sum[0])
         metrics: dict[str, Scalar] = {
             "accuracy": correct / max(count, 1),
@@ -112,10 +208,52 @@ class TaskClient(NumPyClient):
             "loss_sum": loss,
             "partition_id": self.cid,
         }
-        return loss / max(count, 1), count, metrics
+        return EvaluateRes(_OK, loss / max(count, 1), count, metrics)
 
 
-def _client(cfg: Mapping[str, Any], context: Context) -> Client:
+_OK = Status(Code.OK, "Success")
+
+
+def _fit_many(clients: Sequence[TaskClient], ins: FitIns) -> list[FitRes]:
+    """Train clients of one task that vectorises, all from the same model."""
+    server_round = _server_round(ins)
+    task = clients[0].task
+    state = list(_received(task, ins.parameters).state_dict().values())
+    results = task.train_many(state, [client.cid for client in clients], server_round, _encode)
+    return [_fit_res(client.cid, *result) for client, result in zip(clients, results, strict=True)]
+
+
+def _server_round(ins: FitIns) -> int:
+    server_round = ins.config.get("server_round")
+    if isinstance(server_round, bool) or not isinstance(server_round, int) or server_round < 1:
+        raise ConfigError(
+            f"The fit config must hold server_round, an integer from 1, not {server_round!r}; "
+            "set it in the strategy's on_fit_config_fn."
+        )
+    return server_round
+
+
+def _received(task: Task, parameters: Parameters) -> nn.Module:
+    model = _model(task)
+    set_arrays(model, [decode(data) for data in parameters.tensors])
+    return model
+
+
+def _encode(tensors: Sequence[Tensor]) -> list[bytes]:
+    return [encode(tensor.detach().cpu().contiguous().numpy()) for tensor in tensors]
+
+
+def _fit_res(cid: int, tensors: list[bytes], result: TrainResult) -> FitRes:
+    metrics: dict[str, Scalar] = {
+        "train_loss": result.train_loss,
+        "local_steps": result.local_steps,
+        "step_weight": result.step_weight,
+        "partition_id": cid,
+    }
+    return FitRes(_OK, Parameters(tensors, "numpy.ndarray"), result.num_examples, metrics)
+
+
+def _client(cfg: Mapping[str, Any], context: Context) -> TaskClient:
     _single_thread()
     node = context.node_config
     if data_dir := node.get("data-dir"):  # a real client's data lies where its own machine keeps it
@@ -132,10 +270,10 @@ def _client(cfg: Mapping[str, Any], context: Context) -> Client:
             f"This node's partition-id={cid} is outside 0..{task.num_clients - 1}, as num_clients is "
             f"{task.num_clients}; raise num_clients or start fewer nodes."
         )
-    return TaskClient(task, cid).to_client()
+    return TaskClient(task, cid)
 
 
-def _client_of_run(context: Context) -> Client:
+def _client_of_run(context: Context) -> TaskClient:
     return _client(_compose(json.dumps(dict(context.run_config), sort_keys=True)), context)
 
 

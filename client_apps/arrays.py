@@ -44,4 +44,7 @@ def set_arrays(model: nn.Module, arrays: Sequence[NDArray[Any]]) -> None:
                 "server and clients must be given the same model configuration."
             )
     for tensor, array in zip(state.values(), arrays, strict=True):
-        tensor.copy_(torch.tensor(array))  # a copy: a read-only array cannot be shared with torch
+        if tensor.device.type == "cpu":
+            np.copyto(tensor.numpy(), array, casting="unsafe")
+        else:
+            tensor.copy_(torch.tensor(array))  # a copy: a read-only array cannot be shared with torch

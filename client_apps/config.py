@@ -173,6 +173,9 @@ class ClientConfig:
         Samples of an SGD step.
     device : str
         "auto" (a GPU where there is one), "cpu", "cuda" or "cuda:<index>".
+    vectorize : bool or "auto"
+        Whether clients are trained in stacks (`client_apps.vectorized`): where the model is made of linear
+        layers and activations only ("auto"), always (True; an error where the model cannot) or never.
     """
 
     lr: float
@@ -182,6 +185,7 @@ class ClientConfig:
     weight_decay: float = 0.0
     local_epochs: int = 1
     device: str = "auto"
+    vectorize: bool | str = "auto"
 
     def __post_init__(self) -> None:
         positive("client.lr", self.lr)
@@ -190,3 +194,5 @@ class ClientConfig:
         at_least_zero("client.weight_decay", self.weight_decay)
         integer("client.local_epochs", self.local_epochs, 1)
         integer("client.batch_size", self.batch_size, 1)
+        if not isinstance(self.vectorize, bool) and self.vectorize != "auto":
+            raise ConfigError(f"client.vectorize must be auto, true or false, not {self.vectorize!r}.")

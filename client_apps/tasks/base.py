@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from client_apps.training import TrainResult
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,10 @@ class Task(Protocol):
     def check(self) -> None:
         """Read the data and raise ConfigError for whatever could stop a client later."""
 
+    @property
+    def vectorized(self) -> bool:
+        """Whether clients are trained in stacks, which is when `train_many` may be called."""
+
     def new_model(self) -> nn.Module:
         """Make the initial model, the same for the same seed."""
 
@@ -56,6 +62,16 @@ class Task(Protocol):
 
     def train(self, model: nn.Module, cid: int, server_round: int) -> TrainResult:
         """Train the model in place on a client's training split."""
+
+    def train_many(
+        self, state: Sequence[Tensor], cids: Sequence[int], server_round: int, take: Callable[[list[Tensor]], T]
+    ) -> list[tuple[T, TrainResult]]:
+        """Train a copy of the model for each client; for each, in the order asked, what `take` made of its tensors.
+
+        `state` holds the model's tensors in state_dict order, and `take` gets a client's in the same order, in
+        memory that is used again: it must copy what it keeps. A client's result is that of `train`, whatever the
+        other clients.
+        """
 
     def evaluate(self, model: nn.Module, cids: Sequence[int]) -> Evaluation:
         """Evaluate the model on the test splits of some clients."""

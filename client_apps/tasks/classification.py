@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +18,12 @@ from client_apps.config import ClientConfig, DatasetConfig, choice, integer, rea
 from client_apps.data.partition import partition
 from client_apps.data.transforms import Normalise, random_crop_flip
 from client_apps.errors import ConfigError
+from client_apps.stacked_linear import StackedLinearNetwork
 from client_apps.tasks.base import Evaluation
 from client_apps.training import TrainResult, isolated_rng, local_sgd
+from client_apps.vectorized import VectorizedTraining, Work, obstacle
+
+T = TypeVar("T")
 
 
 class Split(NamedTuple):
@@ -63,7 +67,7 @@ class ClassificationTask:
         choice("dataset.name", self.dataset.name, data.SOURCES)
         self.source = data.SOURCES[self.dataset.name]
         self._model_config = cfg["model"]
-        self.new_model()  # refuses a model that does not fit
+        self.vectorized: bool = self._vectorizes(self.new_model())  # new_model refuses a model that does not fit
 
     def check(self) -> None:
         """Read and deal the data and look for the device.
@@ -124,19 +128,49 @@ class ClassificationTask:
         server_round : int
             Round, from 1; the learning rate is lr * lr_decay^(server_round - 1).
         """
-        options = self.client
-        images, labels = self._tensors(self._split(cid).train)
+        self._place(model)
+        if self.vectorized:
+            # The code that trains groups, so that engines with and without groups agree bit for bit.
+            state = list(model.state_dict().values())
+            ((_, result),) = self.train_many(state, [cid], server_round, partial(_copy, state))
+            return result
+        images, labels, seed = self._work(cid, server_round)
         return local_sgd(
-            model.to(self.device),
-            images,
-            labels,
-            transform=self._training_input,
-            lr=options.lr * options.lr_decay ** (server_round - 1),
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            epochs=options.local_epochs,
-            batch_size=options.batch_size,
-            seed=_seed(self.seed, cid, server_round),
+            model, images, labels, seed=seed, transform=self._training_input, **self._sgd_options(server_round)
+        )
+
+    def train_many(
+        self, state: Sequence[Tensor], cids: Sequence[int], server_round: int, take: Callable[[list[Tensor]], T]
+    ) -> list[tuple[T, TrainResult]]:
+        """Train a copy of the model for each client, many at once; only where `vectorized`.
+
+        Where `client.vectorize=auto` allows it, a client's result on a CPU with one thread does not depend on the
+        others, bit for bit; see `client_apps.vectorized`.
+
+        Parameters
+        ----------
+        state : sequence of Tensor
+            The global model in state_dict order; not changed.
+        cids : sequence of int
+            Clients, from 0.
+        server_round : int
+            Round, from 1.
+        take : Callable
+            Called once for each client with its trained tensors in state_dict order, on `device`. They lie in
+            memory that is used again: it must copy what it keeps.
+
+        Returns
+        -------
+        list
+            For each client, in the order asked, what `take` returned, and its TrainResult.
+        """
+        return self._vectorized_training.train(
+            state,
+            [self._work(cid, server_round) for cid in cids],
+            take,
+            augment=random_crop_flip if self.dataset.augment == "crop_flip" else None,
+            normalise=self._normalise,
+            **self._sgd_options(server_round),
         )
 
     def evaluate(self, model: nn.Module, cids: Sequence[int]) -> Evaluation:
@@ -153,7 +187,8 @@ class ClassificationTask:
         sizes = np.array([len(test) for test in tests], dtype=np.int64)
         indices = np.concatenate([*tests, np.empty(0, np.int64)])
         # Tensors made in inference mode cannot be trained, so model and normalisation get ready before.
-        model.to(self.device).eval()
+        self._place(model)
+        model.eval()
         normalise = self._normalise
         correct, losses = [], []
         with torch.inference_mode():
@@ -202,6 +237,38 @@ class ClassificationTask:
             )
         return self._splits[cid]
 
+    def _vectorizes(self, model: nn.Module) -> bool:
+        if self.client.vectorize == "auto":
+            return obstacle(model) is None and StackedLinearNetwork.of(model) is not None
+        if self.client.vectorize and (found := obstacle(model)) is not None:
+            raise ConfigError(
+                f"client.vectorize=true cannot train a model with {found}; use client.vectorize=auto or another model."
+            )
+        return bool(self.client.vectorize)
+
+    @cached_property
+    def _vectorized_training(self) -> VectorizedTraining:
+        return VectorizedTraining(self.new_model().to(self.device))
+
+    def _place(self, model: nn.Module) -> None:
+        """Move the model to the device; the walk that finds nothing to move costs a tenth of a small step."""
+        here = next(model.parameters()).device
+        if here.type != self.device.type or self.device.index not in (None, here.index):
+            model.to(self.device)
+
+    def _sgd_options(self, server_round: int) -> dict[str, Any]:
+        options = self.client
+        return {
+            "lr": options.lr * options.lr_decay ** (server_round - 1),
+            "momentum": options.momentum,
+            "weight_decay": options.weight_decay,
+            "epochs": options.local_epochs,
+            "batch_size": options.batch_size,
+        }
+
+    def _work(self, cid: int, server_round: int) -> Work:
+        return Work(*self._tensors(self._split(cid).train), seed=_seed(self.seed, cid, server_round))
+
     def _tensors(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         images = torch.from_numpy(self._samples.images[indices])
         return images.to(self.device), torch.from_numpy(self._samples.labels[indices]).to(self.device)
@@ -216,6 +283,11 @@ class ClassificationTask:
         return self._normalise(images)
 
 
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
 def _seed(*words: int) -> int:
     """Mix integers into one seed of 63 bits, so that neighbouring clients and rounds are unrelated."""
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1

@@ -1,0 +1,69 @@
+"""Arrays as bytes: exactly what NumPy writes, and nothing else read."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client_apps.wire import decode, encode
+
+ARRAYS = [
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.array(7, dtype=np.int64),
+    np.array([True, False]),
+    np.array(True),
+    np.zeros((0, 3), np.float64),
+    np.ones((1, 1, 1, 1), np.float16),
+    np.arange(4, dtype=np.uint8),
+]
+
+
+def saved(array: np.ndarray, **how: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, **how)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
+def test_bytes_are_those_of_numpy_and_come_back(array: np.ndarray) -> None:
+    data = encode(array)
+    assert data == saved(array)
+    back = decode(data)
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(back, array)
+    assert not back.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "array", [np.asfortranarray(ARRAYS[0]), ARRAYS[0].astype(">f4")], ids=["fortran", "big-endian"]
+)
+def test_what_others_may_send_is_read(array: np.ndarray) -> None:
+    np.testing.assert_array_equal(decode(saved(array)), array)
+
+
+def test_a_header_of_version_2_is_read() -> None:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, ARRAYS[0], version=(2, 0))
+    np.testing.assert_array_equal(decode(file.getvalue()), ARRAYS[0])
+
+
+def test_objects_are_never_unpickled() -> None:
+    with pytest.raises(ValueError, match="Python objects, which are never unpickled"):
+        decode(saved(np.array([{}], dtype=object), allow_pickle=True))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x93NUMPY", b"no array at all", saved(ARRAYS[0])[:40], b"\x93NUMPY\x09\x00" + bytes(80)]
+)
+def test_what_is_no_array_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"no \.npy array"):
+        decode(data)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x"])
+def test_damaged_data_is_refused(change: Any) -> None:
+    with pytest.raises(ValueError, match=r"bytes of data for an array of shape \(2, 3\), which takes 24; the message"):
+        decode(change(saved(ARRAYS[0])))
