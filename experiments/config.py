@@ -33,7 +33,7 @@ _GROUPS: dict[str, set[str]] = {
     "model": set(),
     "client": set(),
     "evaluation": {"mode", "every", "batch_size"},
-    "simulation": {"engine", "num_cpus", "client_cpus", "client_gpus", "object_store_mb"},
+    "simulation": {"engine", "num_cpus", "client_cpus", "client_gpus", "object_store_mb", "address"},
     "tracking": {"tensorboard", "progress"},
 }
 # What this suite, not the configuration, hands to a strategy.
@@ -137,7 +137,8 @@ def _check_groups(cfg: Mapping[str, Any]) -> None:
     _require("simulation.num_cpus", sim["num_cpus"], "an integer of at least 1", is_count(sim["num_cpus"]))
     for key in ("client_cpus", "client_gpus", "object_store_mb"):
         _require(f"simulation.{key}", sim[key], "a number of at least 0", is_real(sim[key]) and sim[key] >= 0)
-    if not 0 < sim["client_cpus"] <= sim["num_cpus"]:
+    _require("simulation.address", sim["address"], "auto, host:port or null", isinstance(sim["address"], str | None))
+    if not sim["address"] and not 0 < sim["client_cpus"] <= sim["num_cpus"]:
         raise ConfigError(
             f"simulation.client_cpus={sim['client_cpus']} must be above 0 and at most simulation.num_cpus="
             f"{sim['num_cpus']}, or no client can ever start."

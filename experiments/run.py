@@ -26,7 +26,15 @@ from .server_app import make_server_app
 logger = logging.getLogger(__name__)
 
 # What a person can mend gets a sentence; anything else is a defect and keeps its traceback.
-_EXPECTED = (ConfigError, NotEnoughClients, RoundsFailed, OSError, HydraException, OmegaConfBaseException)
+_EXPECTED = (
+    ConfigError,
+    engine.EngineFailed,
+    NotEnoughClients,
+    RoundsFailed,
+    OSError,
+    HydraException,
+    OmegaConfBaseException,
+)
 _failed_jobs: list[str] = []
 
 

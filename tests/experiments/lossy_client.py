@@ -15,16 +15,16 @@ from experiments.server_app import make_server_app
 
 
 class LossyClient(TaskClient):
-    def fit(self, parameters, config):
+    def fit(self, ins):
         if self.cid % 4 == 1:
             raise RuntimeError(f"client {self.cid} lost its data")
-        if self.cid == 2 and config["server_round"] == 2:
+        if self.cid == 2 and ins.config["server_round"] == 2:
             os._exit(1)
-        return super().fit(parameters, config)
+        return super().fit(ins)
 
 
 def client_fn(context: Context) -> Client:
-    return LossyClient(build(CFG), int(context.node_config["partition-id"])).to_client()
+    return LossyClient(build(CFG), int(context.node_config["partition-id"]))
 
 
 CFG = compose(

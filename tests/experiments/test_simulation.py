@@ -18,11 +18,13 @@ EVALUATED = ("accuracy", "accuracy_std", "worst10", "best10", "accuracy_weighted
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """The same run on two workers, on one worker with the clients evaluating, and in one process."""
+    """The same run on both Ray engines with two workers, with one and the clients evaluating, and in one process."""
     base = tmp_path_factory.mktemp("runs")
     variants = {
         "two": ("simulation.num_cpus=2",),
         "one": ("simulation.num_cpus=1", "evaluation=federated"),
+        "ray-two": ("simulation=ray",),
+        "ray-one": ("simulation=ray", "simulation.num_cpus=1", "evaluation=federated"),
         "serial": ("simulation=serial",),
     }
     for name, overrides in variants.items():
@@ -52,7 +54,7 @@ def test_a_run_leaves_its_records(runs):
     assert list(folder.glob("events.out.tfevents.*"))
 
 
-@pytest.mark.parametrize("other", ["one", "serial"])
+@pytest.mark.parametrize("other", ["one", "ray-two", "ray-one", "serial"])
 def test_workers_and_engines_do_not_change_a_bit(runs, other):
     assert (runs["two"] / "model.safetensors").read_bytes() == (runs[other] / "model.safetensors").read_bytes()
     for a, b in zip(rounds(runs["two"])[-3:], rounds(runs[other])[-3:], strict=True):
@@ -60,14 +62,15 @@ def test_workers_and_engines_do_not_change_a_bit(runs, other):
         assert [a[k] for k in same] == [b[k] for k in same]
 
 
-def test_server_and_clients_evaluate_alike(runs):
-    server, clients = rounds(runs["two"])[1:], rounds(runs["one"])
+@pytest.mark.parametrize("federated", ["one", "ray-one"])
+def test_server_and_clients_evaluate_alike(runs, federated):
+    server, clients = rounds(runs["two"])[1:], rounds(runs[federated])
     assert [r["round"] for r in clients] == [1, 2, 3]
     for a, b in zip(server, clients, strict=True):
         assert [a[k] for k in EVALUATED] == [b[k] for k in EVALUATED]
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
     tables = []
-    for name in ("two", "one"):
+    for name in ("two", federated):
         table = pq.read_table(runs[name] / "clients.parquet").to_pandas()
         tables.append(table[table["round"] > 0].sort_values(["round", "client"]).reset_index(drop=True))
     for column in ("round", "client", "num_examples", "accuracy"):

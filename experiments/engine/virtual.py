@@ -1,0 +1,74 @@
+"""VirtualGrid: what our grids share: nodes numbered by partition, messages, replies that are handed out once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import ClassVar
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from . import internals
+
+FIRST_NODE = 1000
+"""Node ids are partition ids plus this; Flower keeps the small numbers for itself."""
+
+
+class EngineFailed(RuntimeError):
+    """No client can run any more; the message says why."""
+
+
+class VirtualGrid(Grid):
+    """A Flower grid whose nodes are the partitions of one client app.
+
+    Parameters
+    ----------
+    num_clients : int
+        Number of nodes; node `FIRST_NODE` + i has `partition-id` i and `num-partitions` num_clients.
+    """
+
+    shares_content: ClassVar[bool] = False
+    """Whether messages may share one content object, because clients get copies of it anyway."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
+        self._nodes = range(FIRST_NODE, FIRST_NODE + num_clients)
+        self._replies: dict[str, Message] = {}
+        self._guard = threading.Condition()
+        self.set_run(internals.new_run())
+
+    def set_run(self, run: Run) -> None:
+        """Name the run that messages belong to."""
+        self._run = run
+        internals.identify(run.run_id)
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return self._run
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Make a message; Flower's own constructor does the same."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Ids of all nodes, in partition order; all are there from the start."""
+        return list(self._nodes)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Hand out the replies to these messages, once."""
+        with self._guard:
+            return [self._replies.pop(i) for i in message_ids if i in self._replies]
+
+    def _refuse_unknown(self, message: Message) -> bool:
+        """Answer a message to a node that does not exist with an error."""
+        if message.metadata.dst_node_id in self._nodes:
+            return False
+        reason = f"there is no node {message.metadata.dst_node_id}; there are {self.num_clients}."
+        with self._guard:
+            self._replies[message.metadata.message_id] = internals.error_reply(message, internals.NO_NODE, reason)
+        return True
