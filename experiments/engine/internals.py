@@ -6,7 +6,7 @@ Flower promises none of it. `tests/experiments/test_flower_internals.py` fails a
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,7 +174,14 @@ def context(run_id: int, node_id: int, partition_id: int, num_partitions: int, *
 
 
 def exchange(
-    grid: Grid, instructions: Sequence[Instruction], timeout: float | None, group: int, *, share: bool, views: bool
+    grid: Grid,
+    instructions: Sequence[Instruction],
+    timeout: float | None,
+    group: int,
+    *,
+    share: bool,
+    views: bool,
+    name_of: Callable[[ClientProxy], str] = lambda proxy: f"client {proxy.cid}",
 ) -> tuple[list[tuple[ClientProxy, Any]], list[Any]]:
     """Send a round's instructions in one call and return (results, failures) as `flwr.server.Server` gathers them.
 
@@ -189,6 +196,8 @@ def exchange(
     views : bool
         Leave the clients' tensors where they are, as buffers or bytes; else they are bytes, as Flower's
         strategies expect.
+    name_of : callable
+        How a client is called in the text of a failure.
     """
     contents: dict[int, RecordDict] = {}
     messages = []
@@ -207,13 +216,13 @@ def exchange(
     for reply in grid.send_and_receive(messages):
         proxy = proxies[reply.metadata.src_node_id]
         if reply.has_error():
-            failures.append(ValueError(f"client {proxy.cid}: {reply.error.reason}"))
+            failures.append(ValueError(f"{name_of(proxy)}: {reply.error.reason}"))
             continue
         try:
             fit = reply.metadata.message_type == "train"
             result = _fit_result(reply.content, views) if fit else compat.recorddict_to_evaluateres(reply.content)
         except (KeyError, TypeError, ValueError) as error:
-            failures.append(ValueError(f"client {proxy.cid}: its reply cannot be read ({error!r})"))
+            failures.append(ValueError(f"{name_of(proxy)}: its reply cannot be read ({error!r})"))
             continue
         if result.status.code is Code.OK:
             results.append((proxy, result))

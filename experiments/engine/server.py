@@ -10,7 +10,7 @@ from flwr.server import Server
 from flwr.server.client_proxy import ClientProxy
 
 from . import internals
-from .virtual import VirtualGrid
+from .virtual import FIRST_NODE, VirtualGrid
 
 
 class RoundServer(Server):
@@ -58,4 +58,11 @@ class RoundServer(Server):
         self, instructions: Sequence[tuple[ClientProxy, FitIns | EvaluateIns]], timeout: float | None, group: int
     ) -> Any:
         share = self._grid.shares_content
-        return internals.exchange(self._grid, instructions, timeout, group, share=share, views=self._views)
+        return internals.exchange(
+            self._grid, instructions, timeout, group, share=share, views=self._views, name_of=_name
+        )
+
+
+def _name(proxy: ClientProxy) -> str:
+    """A client is known to its strategy by its node id, and to the person by its partition."""
+    return f"client {proxy.cid} (partition {int(proxy.cid) - FIRST_NODE})"

@@ -1,4 +1,4 @@
-"""A digits run on Ray in which some clients raise and one client's process dies: `python lossy_client.py DIR`."""
+"""A digits run in which some clients raise and one client's process dies: `python lossy_client.py ENGINE DIR`."""
 
 import os
 import sys
@@ -29,12 +29,13 @@ def client_fn(context: Context) -> Client:
 
 CFG = compose(
     [
+        f"simulation={sys.argv[1]}",
         "num_clients=12",
         "clients_per_round=12",
         "num_rounds=3",
         "strategy.min_completed=2",
         "tracking.progress=false",
-        f"output_dir={sys.argv[1]}",
+        f"output_dir={sys.argv[2]}",
     ]
 )
 

@@ -21,9 +21,9 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     """The same run on both Ray engines with two workers, with one and the clients evaluating, and in one process."""
     base = tmp_path_factory.mktemp("runs")
     variants = {
-        "two": ("simulation.num_cpus=2",),
-        "one": ("simulation.num_cpus=1", "evaluation=federated"),
-        "ray-two": ("simulation=ray",),
+        "two": ("simulation=flower",),
+        "one": ("simulation=flower", "simulation.num_cpus=1", "evaluation=federated"),
+        "ray-two": ("simulation=ray", "simulation.num_cpus=2"),
         "ray-one": ("simulation=ray", "simulation.num_cpus=1", "evaluation=federated"),
         "serial": ("simulation=serial",),
     }
@@ -101,13 +101,19 @@ def test_a_run_that_cannot_go_on_says_why_and_fails(tmp_path):
     assert all(np.isfinite(a).all() for a in load_file(tmp_path / "model.safetensors").values())
 
 
-def test_clients_that_raise_or_die_are_counted_and_the_run_goes_on(tmp_path):
-    found = command(sys.executable, "-m", "tests.experiments.lossy_client", str(tmp_path))
+@pytest.mark.parametrize("engine", ["ray", "flower"])
+def test_clients_that_raise_or_die_are_counted_and_the_run_goes_on(engine, tmp_path):
+    found = command(sys.executable, "-m", "tests.experiments.lossy_client", engine, str(tmp_path))
     assert found.returncode == 0, found.stdout
     first, second, third = rounds(tmp_path)[1:]
     # Of 12 clients, 1, 5 and 9 always raise.
     assert (first["clients_accepted"], first["clients_failed"], first["failed_round"]) == (9, 3, False)
     assert "lost its data" in first["failure_reasons"]
+    if engine == "ray":
+        assert (second["clients_accepted"], second["clients_failed"]) == (8, 4)  # those three, and the one that died
+        assert "(partition 2): its process died" in second["failure_reasons"]
+        assert (third["clients_accepted"], third["clients_failed"]) == (9, 3)
+        return
     assert second["clients_failed"] >= 4  # those three, the one that died, and whoever shared its process
     for r in (second, third):
         # Flower does not replace a dead worker, and it fails at once what it is given: any number of the others
