@@ -21,7 +21,6 @@ from strategies import LayerMap, UpdateStrategy, partition_order
 
 from .config import build_strategy, check, from_run_config
 from .engine import VirtualGrid
-from .engine.server import RoundServer
 from .evaluation import Evaluator
 from .tracked_strategy import TrackedStrategy
 from .tracking import RunTracker
@@ -81,7 +80,12 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
             tracker,
             evaluate_in=lambda number: number % every == 0 or number == rounds,
         )
-        server = _make_server(grid, strategy, cfg["num_clients"])
+        server = Server(client_manager=SimpleClientManager(), strategy=strategy)
+        if isinstance(grid, VirtualGrid):
+            grid.lends_views = True
+        else:
+            # A thread waits for each client in flight: Flower's default of a few leaves workers idle.
+            server.set_max_workers(min(_THREADS, cfg["num_clients"]))
         components = ServerAppComponents(server=server, config=ServerConfig(num_rounds=rounds))
         try:
             ServerApp(server_fn=lambda _: components)(grid, context)
@@ -90,16 +94,6 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
                 names = task.new_model().state_dict()
                 arrays = parameters_to_ndarrays(strategy.parameters)
                 tracker.save_model({n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
-
-
-def _make_server(grid: Grid, strategy: TrackedStrategy, num_clients: int) -> Server:
-    manager = SimpleClientManager()
-    if isinstance(grid, VirtualGrid):
-        return RoundServer(grid, views=True, client_manager=manager, strategy=strategy)
-    server = Server(client_manager=manager, strategy=strategy)
-    # A thread waits for each client in flight: Flower's default of a few leaves workers idle.
-    server.set_max_workers(min(_THREADS, num_clients))
-    return server
 
 
 def _require_nodes(grid: Grid, wanted: int) -> None:

@@ -85,7 +85,14 @@ class CRAFT(UpdateStrategy):
         if not bool(inner.matrix.diagonal().any()):
             return updates.combine(layer, torch.zeros_like(updates.weights))
         try:
-            found = craft.coefficients(inner.matrix, inner.cross, updates.weights, ridge=self.ridge, rtol=self.rtol)
+            found = craft.coefficients(
+                inner.matrix,
+                inner.cross,
+                updates.weights,
+                updates=updates.layer(layer) if layer.size < len(updates) else None,
+                ridge=self.ridge,
+                rtol=self.rtol,
+            )
         except ValueError as error:
             raise FloatingPointError(f"layer {layer.name!r}: {error}") from error
         direction = updates.combine(layer, found.coefficients, reference)

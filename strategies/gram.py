@@ -16,7 +16,11 @@ from torch import Tensor
 
 # A block of columns holds about this many bytes in float64. Large enough that the matrix products run at
 # full speed, small enough to be a few per cent of the updates it is cut from.
-BLOCK_BYTES = 4 * 2**20
+BLOCK_BYTES = 3 * 2**20
+# Shorter pieces of many clients' rows cost more to find in memory than to read.
+_MIN_COLUMNS = 2048
+# Rows of a Gram matrix formed at a time: with m rows in all, (m + panel) / 2m of the full product's work.
+_PANEL = 128
 
 Blocks = Iterable[tuple[slice, Tensor]]
 """Column blocks of an (m, d) matrix: (columns, float64 tensor of shape (m, columns)), each used before the next."""
@@ -59,7 +63,7 @@ class Combinations:
 
 def block_columns(m: int) -> int:
     """Columns in a block of `m` float64 rows."""
-    return max(64, BLOCK_BYTES // (8 * max(m, 1)))
+    return max(_MIN_COLUMNS, BLOCK_BYTES // (8 * max(m, 1)))
 
 
 def column_blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -85,10 +89,14 @@ def gram(blocks: Blocks, m: int, reference: Tensor | None = None, *, device: tor
     """
     matrix = torch.zeros((m, m), dtype=torch.float64, device=device)
     cross = torch.zeros(m, dtype=torch.float64, device=device)
+    panels = [slice(low, min(low + _PANEL, m)) for low in range(0, m, _PANEL)]
     for columns, block in blocks:
-        matrix.addmm_(block, block.T)
+        for rows in panels:  # the lower triangle
+            matrix[rows, : rows.stop].addmm_(block[rows], block[: rows.stop].T)
         if reference is not None:
             cross.addmv_(block, reference[columns])
+    for rows in panels:
+        matrix[: rows.start, rows] = matrix[rows, : rows.start].T
     return Gram(matrix, cross)
 
 

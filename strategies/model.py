@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from flwr.common import Parameters, ndarrays_to_parameters
+from flwr.common import Parameters, ndarray_to_bytes
 from torch import Tensor
 
 from .layers import Layer, LayerMap
-from .updates import Array, ClientUpdates, UnusableTensor, decode_all, is_finite
+from .updates import ClientUpdates, UnusableTensor, decode_all, is_finite
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ class GlobalModel:
         self.norm = self._norm()
 
     def _norm(self) -> float:
-        flat = (self.arrays[t].reshape(-1).astype(np.float64) for t in self.layers.indices("trainable"))
-        return math.sqrt(sum(float(x @ x) for x in flat))
+        arrays = (self.arrays[t].astype(np.float64) for t in self.layers.indices("trainable"))
+        return math.sqrt(sum(float(np.square(x, out=x).sum()) for x in arrays))
 
 
 class Successor:
@@ -70,7 +70,8 @@ class Successor:
 
     def __init__(self, model: GlobalModel) -> None:
         self._model = model
-        self._arrays: list[Array] = list(model.arrays)
+        # Serialised as soon as they are known: the new model is held once, not as arrays and as bytes.
+        self._tensors: dict[int, bytes] = {}
 
     def move(self, layer: Layer, step: Tensor) -> None:
         """Add a step, (d_q,), to the tensors of a layer; dtypes and shapes stay.
@@ -87,9 +88,10 @@ class Successor:
             part = flat[offset : offset + old.size].reshape(old.shape)
             offset += old.size
             with np.errstate(over="ignore", invalid="ignore"):
-                self._arrays[t] = np.asarray(old + part).astype(old.dtype)
-            if not is_finite(self._arrays[t]):
+                new = np.asarray(old + part).astype(old.dtype)
+            if not is_finite(new):
                 raise FloatingPointError(f"the step of layer {layer.name!r} is not finite")
+            self._tensors[t] = ndarray_to_bytes(new)
 
     def finish(self, updates: ClientUpdates) -> GlobalModel:
         """Average the buffers with the clients' shares, take the counters' maximum, and return θ_{t+1}."""
@@ -98,10 +100,12 @@ class Successor:
             mean = np.zeros(self._model.arrays[t].shape, np.float64)
             for share, tensor in zip(rho, updates.tensors(t), strict=True):
                 mean += share * tensor
-            self._arrays[t] = mean.astype(self._model.arrays[t].dtype)
+            self._tensors[t] = ndarray_to_bytes(mean.astype(self._model.arrays[t].dtype))
         for t in self._model.layers.indices("counter"):
-            self._arrays[t] = np.asarray(np.maximum.reduce(updates.tensors(t))).astype(self._model.arrays[t].dtype)
-        return GlobalModel(ndarrays_to_parameters(self._arrays), self._model.layers)
+            largest = np.asarray(np.maximum.reduce(updates.tensors(t)))
+            self._tensors[t] = ndarray_to_bytes(largest.astype(self._model.arrays[t].dtype))
+        tensors = [self._tensors[t] for t in range(len(self._model.arrays))]
+        return GlobalModel(Parameters(tensors, self._model.parameters.tensor_type), self._model.layers)
 
 
 def warn_of_growth(norm: float, start: float, server_lr: float) -> None:

@@ -1,7 +1,8 @@
 """ClientUpdates: what the clients sent in a round, vetted, in canonical order, read without copies.
 
-`FitRes.parameters.tensors` are `.npy` byte strings. They are parsed, never unpickled, and viewed in place;
-an update g_i = θ_i − θ_t exists only a block of columns at a time.
+`FitRes.parameters.tensors` are `.npy` byte strings, or memory that an engine lends for the round. They are
+parsed, never unpickled, viewed in place and never written to; an update g_i = θ_i − θ_t exists only a block
+of columns at a time.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.common import Code, FitRes, Parameters, Scalar
+from flwr.common import Code, FitRes, Parameters, Scalar, ndarray_to_bytes
 from flwr.server.client_proxy import ClientProxy
 from torch import Tensor
 
 from .gram import Gram, block_columns, combine, gram
 from .layers import Layer, LayerMap
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # collections.abc has it from Python 3.12
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +52,13 @@ _UNREADABLE = (
 # Numbers above this cannot be squared and summed in float64.
 _LARGEST = 1e150
 _MAX_DIMENSIONS = 32
+_MAGIC = b"\x93NUMPY"
 # Characters of a reason kept; a client may send a message of any length.
 _REASON = 300
 
 
 class UnusableTensor(ValueError):
-    """A byte string that is not a plain numeric array; the message says what is wrong with it."""
+    """A tensor that is not a plain numeric array; the message says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +128,26 @@ def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[np.gen
     return shape, fortran, dtype
 
 
-def decode(data: bytes) -> Array:
-    """View a `.npy` byte string as an array, without a copy and without unpickling.
+def _is_decoded(data: object) -> TypeGuard[Array]:
+    """Say whether a tensor is an array of its values rather than a buffer of `.npy` bytes."""
+    if not isinstance(data, np.ndarray):
+        return False
+    return data.dtype != np.uint8 or data.ndim != 1 or data[: len(_MAGIC)].tobytes() != _MAGIC
+
+
+def _require_number(dtype: np.dtype[Any]) -> None:
+    if dtype.kind not in "fiub" or dtype.itemsize > 8:
+        raise UnusableTensor(f"dtype {dtype} is not a number of at most 64 bits")
+
+
+def decode(data: bytes | Buffer | Array) -> Array:
+    """View a tensor as an array, without a copy and without unpickling.
+
+    Parameters
+    ----------
+    data : bytes, buffer or ndarray
+        `.npy` bytes in any C-contiguous buffer, or an array of numbers, which is taken as it is. A 1-D uint8
+        array that starts with the `.npy` magic string is a buffer of `.npy` bytes.
 
     Returns
     -------
@@ -135,10 +158,21 @@ def decode(data: bytes) -> Array:
     Raises
     ------
     UnusableTensor
-        If the bytes are not a `.npy` file of numbers of exactly the length its header states.
+        If the bytes are not a `.npy` file of numbers of exactly the length its header states, or the array's
+        dtype is not a real number of at most 64 bits.
     """
-    prefix = data[:12]
-    if len(prefix) < 12 or prefix[:6] != b"\x93NUMPY":
+    if _is_decoded(data):
+        _require_number(data.dtype)
+        view = np.asarray(data).view()
+        view.flags.writeable = False
+        return view
+    if not isinstance(data, bytes):
+        try:
+            data = memoryview(cast("Buffer", data)).cast("B")
+        except (TypeError, ValueError, BufferError) as error:
+            raise UnusableTensor("not a contiguous buffer of .npy bytes") from error
+    prefix = bytes(data[:12])
+    if len(prefix) < 12 or not prefix.startswith(_MAGIC):
         raise UnusableTensor("not a .npy array")
     wide = prefix[6] > 1
     start = (12 if wide else 10) + int.from_bytes(prefix[8:12] if wide else prefix[8:10], "little")
@@ -148,13 +182,13 @@ def decode(data: bytes) -> Array:
         shape, fortran, dtype = _parse_header(bytes(data[:start]))
     except _UNREADABLE as error:
         raise UnusableTensor("its .npy header cannot be read") from error
-    if dtype.kind not in "fiub" or dtype.itemsize > 8:
-        raise UnusableTensor(f"dtype {dtype} is not a number of at most 64 bits")
+    _require_number(dtype)
     if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
         raise UnusableTensor("its header states a shape that no array has")
     if math.prod(shape) * dtype.itemsize != len(data) - start:
         raise UnusableTensor(f"its header promises shape {shape} of {dtype} but {len(data) - start} bytes follow")
     flat = np.frombuffer(data, dtype, offset=start)
+    flat.flags.writeable = False
     try:
         return flat.reshape(shape, order="F" if fortran else "C")
     except ValueError as error:  # an empty array may still have dimensions beyond what NumPy can count
@@ -214,7 +248,7 @@ def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap) -> list[Arra
 
 def _fits(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
     """Say whether an array's values can be held by `dtype` and, if they are real, squared in float64."""
-    if array.size == 0 or dtype.kind == "b":
+    if array.size == 0 or dtype.kind == "b" or (array.dtype == dtype and dtype.itemsize <= 4):
         return True
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
@@ -278,13 +312,17 @@ class ClientUpdates:
         total = sum(self.num_examples)
         shares = [n / total for n in self.num_examples]
         self.weights = torch.tensor(shares, dtype=torch.float64, device=device)
-        wide = any(a.dtype.itemsize > 4 for x in (global_arrays, *self._arrays) for a in x if a.dtype.kind == "f")
-        self._stage = np.dtype(np.float64 if wide else np.float32)
         # Clients by the dtypes they send. An update is taken from θ_t as such a client can hold it: a float32
         # client that returns a float64 model untouched has an update of zero, not of its rounding errors.
         self._senders: dict[tuple[np.dtype[np.generic], ...], list[int]] = {}
         for i, arrays in enumerate(self._arrays):
             self._senders.setdefault(tuple(a.dtype for a in arrays), []).append(i)
+        # What blocks are put together in, for all layers: buffers of their own would fragment the heap. Float64
+        # at once on the CPU; to another device the numbers travel in the clients' own precision.
+        width = min(block_columns(len(self)), max((layer.size for layer in layers.layers), default=0))
+        sent = {a.dtype for x in (global_arrays, *self._arrays) for a in x if a.dtype.kind == "f"}
+        narrow = device.type != "cpu" and all(dtype.itemsize <= 4 for dtype in sent)
+        self._stage = np.empty((len(self) + len(self._senders)) * width, np.float32 if narrow else np.float64)
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -296,7 +334,7 @@ class ClientUpdates:
     def blocks(self, layer: Layer) -> Iterator[tuple[slice, Tensor]]:
         """Yield the (m, d_q) matrix of updates of a layer in float64 column blocks, on `device`.
 
-        Blocks share one buffer: each is overwritten by the next.
+        All blocks, of whatever layer, share one buffer: each is overwritten by the next.
         """
         step = block_columns(len(self))
         pieces = []  # (tensor, its first column in the layer, its size)
@@ -308,23 +346,23 @@ class ClientUpdates:
         flat = {t: [a[t].reshape(-1) for a in self._arrays] for t in layer.tensors}
         start = {t: self._global[t].reshape(-1) for t in layer.tensors}
         m, rows = len(self), len(self) + len(self._senders)
-        # Two buffers for all blocks: allocating them anew each time would fragment the heap many times over.
-        width = min(step, layer.size)
-        raw = np.empty(rows * width, self._stage)
-        buffer = torch.empty(rows * width, dtype=torch.float64, device=self.device)
         for low in range(0, layer.size, step):
             high = min(low + step, layer.size)
-            stage = raw[: rows * (high - low)].reshape(rows, high - low)
-            for t, first, size in pieces:
-                a, b = max(low, first), min(high, first + size)
-                if a >= b:
-                    continue
-                source, target = slice(a - first, b - first), slice(a - low, b - low)
-                for row, array in zip(stage[:m], flat[t], strict=True):
-                    row[target] = array[source]
-                for row, dtypes in zip(stage[m:], self._senders, strict=True):
-                    row[target] = start[t][source].astype(dtypes[t], copy=False)
-            values = buffer[: stage.size].view(rows, high - low).copy_(torch.from_numpy(stage))
+            parts = [
+                (t, slice(max(low, first) - first, min(high, first + size) - first))
+                for t, first, size in pieces
+                if max(low, first) < min(high, first + size)
+            ]
+            stage = self._stage[: rows * (high - low)]
+            # One call copies and converts all rows; one each would cost more than the copying.
+            np.concatenate(
+                [
+                    *(flat[t][i][source] for i in range(m) for t, source in parts),
+                    *(start[t][source].astype(d[t], copy=False) for d in self._senders for t, source in parts),
+                ],
+                out=stage,
+            )
+            values = torch.from_numpy(stage).to(self.device, torch.float64).view(rows, high - low)
             block, bases = values[:m], values[m:]
             if len(bases) == 1:
                 block.sub_(bases[0])
@@ -379,4 +417,6 @@ class ClientUpdates:
 
 
 def _content(res: FitRes) -> tuple[int, list[bytes], str]:
-    return int(res.num_examples), list(res.parameters.tensors), repr(sorted((res.metrics or {}).items()))
+    """Return what a result says, comparable and the same however its tensors are held."""
+    tensors = [ndarray_to_bytes(t) if _is_decoded(t) else bytes(t) for t in res.parameters.tensors]
+    return int(res.num_examples), tensors, repr(sorted((res.metrics or {}).items()))

@@ -37,7 +37,6 @@ from client_apps.arrays import get_arrays
 from client_apps.tasks import Task
 from experiments.config import check, compose
 from experiments.engine import VirtualGrid
-from experiments.engine.server import RoundServer
 from strategies import FedAvg, LayerMap, partition_order
 
 from .cells import answer, cell, machine_memory, peak_memory, simulate
@@ -178,12 +177,9 @@ def training(engine: str, workload: str, per_round: int, rounds: int, data_dir: 
             fraction_fit=0.0, min_fit_clients=per_round, min_available_clients=1000, fraction_evaluate=0.0,
             min_evaluate_clients=0, partition_order=partition_order if not isinstance(grid, VirtualGrid) else None,
         )  # fmt: skip
-        manager = SimpleClientManager()
-        server: Server
+        server = Server(client_manager=SimpleClientManager(), strategy=strategy)
         if isinstance(grid, VirtualGrid):
-            server = RoundServer(grid, views=True, client_manager=manager, strategy=strategy)
-        else:
-            server = Server(client_manager=manager, strategy=strategy)
+            grid.lends_views = True
         parts = ServerAppComponents(server=server, config=ServerConfig(num_rounds=rounds + 1))
         ServerApp(server_fn=lambda _: parts)(grid, context)
 

@@ -22,13 +22,12 @@ import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common import ndarrays_to_parameters
-from flwr.server import ServerAppComponents, ServerConfig, SimpleClientManager
+from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 from rich.table import Table
 
 from experiments.engine import VirtualGrid
-from experiments.engine.server import RoundServer
 from strategies import CRAFT
 
 from .cells import answer, cell, peak_memory, simulate
@@ -101,7 +100,8 @@ def measure(registered: int, cohort: int, parameters: int, layers: int, rounds: 
             min_available_clients=registered, fraction_evaluate=0.0, min_evaluate_clients=0, server_lr=0.01,
         )  # fmt: skip
         strategy.mark = time.perf_counter()
-        inner = RoundServer(grid, views=True, client_manager=SimpleClientManager(), strategy=strategy)
+        grid.lends_views = True
+        inner = Server(client_manager=SimpleClientManager(), strategy=strategy)
         parts = ServerAppComponents(server=inner, config=ServerConfig(num_rounds=rounds + 1))
         ServerApp(server_fn=lambda _: parts)(grid, context)
 

@@ -18,6 +18,7 @@ from flwr.app import Context, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from . import internals
 from .serial import SerialGrid
 from .virtual import EngineFailed, VirtualGrid
 
@@ -76,7 +77,8 @@ def serve_on(grid: VirtualGrid, server_app: ServerApp, run_config: Mapping[str, 
     context = Context(
         run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config=dict(run_config or {})
     )
-    server_app(grid, context)
+    with internals.whole_rounds(grid):
+        server_app(grid, context)
 
 
 def _init_args(cfg: Mapping[str, Any]) -> dict[str, Any]:

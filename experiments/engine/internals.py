@@ -5,9 +5,11 @@ Flower promises none of it. `tests/experiments/test_flower_internals.py` fails a
 
 from __future__ import annotations
 
+import functools
 import uuid
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
@@ -15,9 +17,9 @@ from flwr.app.message.message import make_message
 from flwr.common import Code, EvaluateIns, FitIns, FitRes, Parameters, Status
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.compat.common import recorddict_compat as compat
+from flwr.server import server
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
-from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
@@ -173,15 +175,56 @@ def context(run_id: int, node_id: int, partition_id: int, num_partitions: int, *
 # ---- a legacy round in one exchange ----------------------------------------------------------------------------
 
 
+class Exchanger(Protocol):
+    """A grid that takes a legacy server's round in one call."""
+
+    shares_content: bool
+    """Whether messages may share one content object, because clients get copies of it anyway."""
+    lends_views: bool
+    """Whether strategies get clients' tensors as buffers where they lie; else as bytes, as Flower's expect."""
+
+    def collect(self, messages: Iterable[Message], *, own: bool) -> Iterable[Message]:
+        """Send messages and wait for the replies; `own`: their arrays are needed as bytes."""
+
+    def name_of(self, node_id: int) -> str:
+        """Say in words which client a node is."""
+
+
+@contextmanager
+def whole_rounds(grid: Exchanger) -> Iterator[None]:
+    """While the block runs, Flower's legacy servers send the instructions of a round on `grid` in one call.
+
+    As it is, `flwr.server.Server` sends each by itself, from a few threads, and keeps the results of a round in
+    memory until those of the next are complete; here they are let go when the next begins.
+    """
+    theirs = server.fit_clients, server.evaluate_clients
+    last: list[list[Any]] = []
+    mine: object = grid
+
+    def instead(original: Any) -> Any:
+        @functools.wraps(original)
+        def clients(
+            client_instructions: list[Instruction], max_workers: int | None, timeout: float | None, group_id: int
+        ) -> Any:
+            if not all(isinstance(p, GridClientProxy) and p.grid is mine for p, _ in client_instructions):
+                return original(client_instructions, max_workers, timeout, group_id)
+            while last:
+                last.pop().clear()
+            results, failures = exchange(grid, client_instructions, timeout, group_id)
+            last.append(results)
+            return results, failures
+
+        return clients
+
+    server.fit_clients, server.evaluate_clients = map(instead, theirs)
+    try:
+        yield
+    finally:
+        server.fit_clients, server.evaluate_clients = theirs
+
+
 def exchange(
-    grid: Grid,
-    instructions: Sequence[Instruction],
-    timeout: float | None,
-    group: int,
-    *,
-    share: bool,
-    views: bool,
-    name_of: Callable[[ClientProxy], str] = lambda proxy: f"client {proxy.cid}",
+    grid: Exchanger, instructions: Sequence[Instruction], timeout: float | None, group: int
 ) -> tuple[list[tuple[ClientProxy, Any]], list[Any]]:
     """Send a round's instructions in one call and return (results, failures) as `flwr.server.Server` gathers them.
 
@@ -191,20 +234,13 @@ def exchange(
         Seconds a client may take; Flower's legacy server gives it to the message as its time to live.
     group : int
         The round.
-    share : bool
-        One content may serve all clients with the same instructions: only where a grid never hands it to a client.
-    views : bool
-        Leave the clients' tensors where they are, as buffers or bytes; else they are bytes, as Flower's
-        strategies expect.
-    name_of : callable
-        How a client is called in the text of a failure.
     """
     contents: dict[int, RecordDict] = {}
     messages = []
     proxies: dict[int, ClientProxy] = {}
     for proxy, ins in instructions:
         assert isinstance(proxy, GridClientProxy)
-        content = contents.get(id(ins)) if share else None
+        content = contents.get(id(ins)) if grid.shares_content else None
         if content is None:
             make: Any = compat.fitins_to_recorddict if isinstance(ins, FitIns) else compat.evaluateins_to_recorddict
             content = contents[id(ins)] = make(ins, keep_input=True)
@@ -213,16 +249,19 @@ def exchange(
         proxies[proxy.node_id] = proxy
     results: list[tuple[ClientProxy, Any]] = []
     failures: list[Any] = []
-    for reply in grid.send_and_receive(messages):
-        proxy = proxies[reply.metadata.src_node_id]
+    for reply in grid.collect(messages, own=not grid.lends_views):
+        node = reply.metadata.src_node_id
+        proxy = proxies[node]
         if reply.has_error():
-            failures.append(ValueError(f"{name_of(proxy)}: {reply.error.reason}"))
+            failures.append(ValueError(f"{grid.name_of(node)}: {reply.error.reason}"))
             continue
         try:
             fit = reply.metadata.message_type == "train"
-            result = _fit_result(reply.content, views) if fit else compat.recorddict_to_evaluateres(reply.content)
+            result = (
+                _fit_result(reply.content, grid.lends_views) if fit else compat.recorddict_to_evaluateres(reply.content)
+            )
         except (KeyError, TypeError, ValueError) as error:
-            failures.append(ValueError(f"{name_of(proxy)}: its reply cannot be read ({error!r})"))
+            failures.append(ValueError(f"{grid.name_of(node)}: its reply cannot be read ({error!r})"))
             continue
         if result.status.code is Code.OK:
             results.append((proxy, result))

@@ -55,6 +55,8 @@ class _Task:
     records: list[tuple[str, Any]]
     """(name, `_Content` or packed record)"""
     deadline: float
+    own: bool
+    """Whether the reply is to leave shared memory at once."""
     deaths: int = 0
     solo: bool = False
     done: bool = False
@@ -208,7 +210,13 @@ class RayGrid(VirtualGrid):
         A client that has not answered within `timeout` seconds, or the message's time to live, is answered for
         with an error.
         """
-        ids = self._push(messages, timeout)
+        return self._round_trip(self._push(messages, timeout))
+
+    def collect(self, messages: Iterable[Message], *, own: bool) -> Iterable[Message]:
+        """Send messages and wait for the replies; `own`: they leave shared memory as they come in."""
+        return self._round_trip(self._push(messages, None, own=own))
+
+    def _round_trip(self, ids: list[str]) -> Iterable[Message]:
         with self._guard:
             missing = [i for i in ids if i in self._tasks]
         while missing:
@@ -220,7 +228,7 @@ class RayGrid(VirtualGrid):
             self._expire(missing)
         return super().pull_messages(ids)
 
-    def _push(self, messages: Iterable[Message], timeout: float | None) -> list[str]:
+    def _push(self, messages: Iterable[Message], timeout: float | None, *, own: bool = False) -> list[str]:
         ids = []
         latest = math.inf if timeout is None else time.monotonic() + timeout
         for message in messages:
@@ -230,7 +238,7 @@ class RayGrid(VirtualGrid):
             left = message.metadata.created_at + message.metadata.ttl - time.time()
             with self._guard:
                 self._check()
-                task = _Task(message, self._contents.split(message), min(latest, time.monotonic() + left))
+                task = _Task(message, self._contents.split(message), min(latest, time.monotonic() + left), own)
                 self._tasks[ids[-1]] = task
                 self._queue.append(task)
         with self._guard:
@@ -490,13 +498,11 @@ class RayGrid(VirtualGrid):
         with self._guard:
             while self._returned:
                 self._shared -= self._returned.popleft()
-            if size and self._shared + size <= self._share:
+            own = any(task.own for task in batch.tasks.values())
+            if size and not own and self._shared + size <= self._share:
                 self._shared += size
                 lease = _Lease()
                 weakref.finalize(lease, self._returned.append, size).atexit = False
-        if lease is None and size:
-            outcomes = [o._replace(content=wire.own(o.content)) for o in outcomes]
-            lease = _Lease()
         with self._guard:
             for outcome in outcomes:
                 task = batch.tasks.pop(outcome.number)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import ClassVar
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -27,10 +26,16 @@ class VirtualGrid(Grid):
     ----------
     num_clients : int
         Number of nodes; node `FIRST_NODE` + i has `partition-id` i and `num-partitions` num_clients.
+
+    Attributes
+    ----------
+    lends_views : bool
+        Whether a legacy server's strategy gets clients' tensors as buffers where they lie; else as bytes, as
+        Flower's strategies expect. Those of this suite read both.
     """
 
-    shares_content: ClassVar[bool] = False
-    """Whether messages may share one content object, because clients get copies of it anyway."""
+    shares_content: bool = False
+    lends_views: bool = False
 
     def __init__(self, num_clients: int) -> None:
         self.num_clients = num_clients
@@ -63,6 +68,14 @@ class VirtualGrid(Grid):
         """Hand out the replies to these messages, once."""
         with self._guard:
             return [self._replies.pop(i) for i in message_ids if i in self._replies]
+
+    def collect(self, messages: Iterable[Message], *, own: bool) -> Iterable[Message]:
+        """Send messages and wait for the replies; `own`: their arrays are needed as bytes."""
+        return self.send_and_receive(messages)
+
+    def name_of(self, node_id: int) -> str:
+        """Say in words which client a node is: strategies know the node id, people the partition."""
+        return f"client {node_id} (partition {node_id - FIRST_NODE})"
 
     def _refuse_unknown(self, message: Message) -> bool:
         """Answer a message to a node that does not exist with an error."""

@@ -86,6 +86,7 @@ def coefficients(
     cross: Tensor,
     targets: Tensor,
     *,
+    updates: Tensor | None = None,
     ridge: float = 0.0,
     rtol: float | None = None,
 ) -> Coefficients:
@@ -100,6 +101,9 @@ def coefficients(
     targets : Tensor, (m,), float64
         ρ. A client with a zero update is left out; if all targets are ≥ 0, the others' are scaled up to the
         same sum.
+    updates : Tensor, (m, d), float64, optional
+        The updates themselves, for a layer of d < m parameters: K = U Uᵀ has the non-zero eigenvalues of the
+        smaller Uᵀ U, which is then solved instead.
     ridge : float
         Solves (K + ridge·I)α = ρ − Uĝ. K has a unit diagonal, so ridge is relative to a client's own weight.
     rtol : float, optional
@@ -120,7 +124,7 @@ def coefficients(
     norms = gram_matrix.diagonal().sqrt()
     active = norms > 0
     inverse = torch.where(active, 1 / torch.where(active, norms, 1.0), 0.0)
-    K = gram_matrix * inverse[:, None] * inverse
+    K = (gram_matrix * inverse[:, None]).mul_(inverse)
     aligned = cross * inverse  # U ĝ
     kept = torch.where(active, targets, 0.0)
     # Scaling to the same sum is for shares: with targets of both signs it could turn them around.
@@ -128,16 +132,41 @@ def coefficients(
     shares = (total > 0) & (targets >= 0).all()
     rho = kept * torch.where(shares, targets.sum() / torch.where(shares, total, 1.0), 1.0)
 
-    eigenvalues, vectors = torch.linalg.eigh(K)
     cut = max(0.0 if rtol is None else rtol**2, ROUNDING * m * torch.finfo(torch.float64).eps)
-    keep = eigenvalues > cut * eigenvalues[-1]
-    scaled = torch.where(keep, 1 / torch.where(keep, eigenvalues + ridge, 1.0), 0.0)
-    alpha = vectors @ (scaled * (vectors.T @ (rho - aligned)))
+    U = updates * inverse[:, None] if updates is not None and 0 < updates.shape[1] < m else None
+    factor = _full_rank_factor(K, active, cut) if U is None and ridge == 0 else None
+    if factor is not None:
+        alpha = torch.cholesky_solve((rho - aligned)[:, None], factor)[:, 0]
+        rank = active.sum()
+    else:
+        eigenvalues, vectors = torch.linalg.eigh(K if U is None else U.T @ U)
+        keep = eigenvalues > cut * eigenvalues[-1]
+        if U is not None:  # an eigenvector v of UᵀU belongs to K's eigenvector U v / √λ
+            vectors = U @ (vectors * torch.where(keep, eigenvalues.clamp(min=0).rsqrt(), 0.0))
+        scaled = torch.where(keep, 1 / torch.where(keep, eigenvalues + ridge, 1.0), 0.0)
+        alpha = vectors @ (scaled * (vectors.T @ (rho - aligned)))
+        rank = keep.sum()
 
     alignment = aligned + K @ alpha
     size = torch.linalg.vector_norm(rho)
     residual = torch.linalg.vector_norm(torch.where(active, alignment - rho, 0.0)) / torch.where(size > 0, size, 1.0)
-    return Coefficients(alpha * inverse, alignment, residual, keep.sum())
+    return Coefficients(alpha * inverse, alignment, residual, rank)
+
+
+def _full_rank_factor(K: Tensor, active: Tensor, cut: float) -> Tensor | None:
+    """Return the Cholesky factor of K, or None unless all its eigenvalues surely exceed cut · the largest.
+
+    Nothing is cut then, and a factor takes a tenth of the time of eigenvalues or less. Proof: λ_min ≥ 1 / tr K⁻¹
+    and λ_max ≤ ‖K‖_F. Clients without an update, zero rows of K, get a 1 on the diagonal; their α stays zero.
+    """
+    padded = K.clone()
+    padded.diagonal().add_((~active).to(K.dtype))
+    factor, failed = torch.linalg.cholesky_ex(padded)
+    if bool(failed):
+        return None
+    bound = torch.linalg.vector_norm(padded) * torch.cholesky_inverse(factor, out=padded).trace()
+    # The bound is itself subject to rounding, by far less than a factor of two above the floor of the cut.
+    return factor if bool(bound < 0.5 / cut) else None
 
 
 def solve(
@@ -207,7 +236,8 @@ def solve(
             yield columns, block if size is None else block / size
 
     inner = gram(blocks(), m, start, device=device)
-    found = coefficients(inner.matrix, inner.cross, rho, ridge=ridge, rtol=rtol)
+    narrow = torch.cat([block for _, block in blocks()], dim=1) if 0 < d < m else None
+    found = coefficients(inner.matrix, inner.cross, rho, updates=narrow, ridge=ridge, rtol=rtol)
     direction = torch.zeros(d, dtype=torch.float64, device=device) if start is None else start.clone()
     for columns, block in blocks():
         direction[columns] += found.coefficients @ block

@@ -2,17 +2,19 @@
 
 import inspect
 
+import flwr.server.server
 import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, MetricRecord, RecordDict
 from flwr.common import Code, EvaluateRes, FitIns, FitRes, Status, ndarrays_to_parameters
 from flwr.compat.common import recorddict_compat as compat
+from flwr.server import Server, ServerAppComponents, ServerConfig
 from flwr.server.compat.grid_client_proxy import GridClientProxy
-from flwr.server.server import Server
-from flwr.serverapp import Grid
+from flwr.server.strategy import FedAvg
+from flwr.serverapp import Grid, ServerApp
 from flwr.simulation import run_simulation
 
-from experiments.engine import internals, wire
+from experiments.engine import internals, serve_on, wire
 from experiments.engine.virtual import VirtualGrid
 
 
@@ -106,9 +108,10 @@ def fit_answer(status: Status):
 @pytest.mark.parametrize("views", [True, False])
 def test_one_exchange_gives_what_flowers_proxies_give(views):
     grid = Loopback(fit_answer(Status(Code.OK, "fine")))
+    grid.lends_views = views
     proxies = [GridClientProxy(node, grid, grid.run.run_id) for node in grid.get_node_ids()]
     ins = FitIns(ndarrays_to_parameters([np.ones((2, 2)), np.array(1)]), {"lr": 0.5})
-    results, failures = internals.exchange(grid, [(p, ins) for p in proxies], 30.0, 3, share=False, views=views)
+    results, failures = internals.exchange(grid, [(p, ins) for p in proxies], 30.0, 3)
     assert failures == []
     for (proxy, res), expected in zip(results, proxies, strict=True):
         other = expected.fit(ins, timeout=30.0, group_id=3)
@@ -127,16 +130,48 @@ def test_failures_are_kept_apart_from_results():
     grid = Loopback(fit_answer(bad))
     proxies = [GridClientProxy(node, grid, grid.run.run_id) for node in grid.get_node_ids()]
     ins = FitIns(ndarrays_to_parameters([np.ones(2)]), {"lr": 0.5})
-    results, failures = internals.exchange(grid, [(p, ins) for p in proxies], None, 1, share=True, views=True)
+    results, failures = internals.exchange(grid, [(p, ins) for p in proxies], None, 1)
     assert results == []
     assert [f[1].status for f in failures] == [bad] * 4
     grid.answer = lambda m: internals.error_reply(m, 2, "broke")
-    _, failures = internals.exchange(grid, [(proxies[1], ins)], None, 1, share=True, views=True)
-    assert str(failures[0]) == f"client {proxies[1].cid}: broke"
+    _, failures = internals.exchange(grid, [(proxies[1], ins)], None, 1)
+    assert str(failures[0]) == f"client {proxies[1].cid} (partition 1): broke"
     grid.answer = lambda m: Message(RecordDict(), reply_to=m)
-    _, failures = internals.exchange(grid, [(proxies[1], ins)], None, 1, share=True, views=True)
+    _, failures = internals.exchange(grid, [(proxies[1], ins)], None, 1)
     assert "cannot be read" in str(failures[0])
-    assert len({id(m.content) for m in grid.seen[:4]}) == 1  # shared, where the grid says it may be
+    assert len({id(m.content) for m in grid.seen[:4]}) == 4  # nobody's content is anybody else's,
+    grid.shares_content = True  # unless the grid says it may be
+    internals.exchange(grid, [(p, ins) for p in proxies], None, 1)
+    assert len({id(m.content) for m in grid.seen[-4:]}) == 1
+
+
+def test_a_legacy_servers_round_is_one_exchange_and_lets_go_of_the_last():
+    rounds = []
+
+    class Seeing(FedAvg):
+        def aggregate_fit(self, server_round, results, failures):
+            rounds.append(results)
+            assert [len(r) for r in rounds] == [0] * (server_round - 1) + [4]
+            return super().aggregate_fit(server_round, results, failures)
+
+    calls = []
+
+    class Counting(Loopback):
+        def send_and_receive(self, messages, *, timeout=None):
+            calls.append(len(messages := list(messages)))
+            return super().send_and_receive(messages)
+
+    grid = Counting(fit_answer(Status(Code.OK, "fine")))
+    start = ndarrays_to_parameters([np.ones(2)])
+    strategy = Seeing(
+        initial_parameters=start, min_available_clients=4, fraction_evaluate=0.0, min_evaluate_clients=0,
+        on_fit_config_fn=lambda _: {"lr": 0.5}, fit_metrics_aggregation_fn=lambda _: {},
+    )  # fmt: skip
+    before = flwr.server.server.fit_clients
+    serve_on(grid, ServerApp(server_fn=lambda _: ServerAppComponents(strategy=strategy, config=ServerConfig(3))))
+    assert calls == [4, 4, 4]
+    assert flwr.server.server.fit_clients is before
+    assert "res_fit = self.fit_round(" in inspect.getsource(Server.fit)  # and its results are not read again
 
 
 def test_signatures_that_are_overridden_or_called():
@@ -144,8 +179,10 @@ def test_signatures_that_are_overridden_or_called():
     assert Grid.__abstractmethods__ == {
         "set_run", "run", "create_message", "get_node_ids", "push_messages", "pull_messages", "send_and_receive"
     }  # fmt: skip
-    for method in (Server.fit_round, Server.evaluate_round):
-        assert list(inspect.signature(method).parameters) == ["self", "server_round", "timeout"]
+    for function in (flwr.server.server.fit_clients, flwr.server.server.evaluate_clients):
+        assert list(inspect.signature(function).parameters) == [
+            "client_instructions", "max_workers", "timeout", "group_id"
+        ]  # fmt: skip
     assert {"server_app", "client_app", "num_supernodes", "backend_config"} <= set(
         inspect.signature(run_simulation).parameters
     )

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from strategies.solvers import craft
 from strategies.solvers.craft import solve
 
 
@@ -189,6 +190,81 @@ def test_the_authors_float32_pinv_truncates_a_wide_layer_and_ours_does_not():
     assert ours.rank == 20
     assert ours.residual < 1e-6
     close(ours.direction, oracle(G, rho.numpy())[0])
+
+
+def many_clients(kind, m, d, seed):
+    """More clients than parameters, with what makes that harder."""
+    rng = np.random.default_rng(seed)
+    G = rng.normal(size=(m, d)) * rng.uniform(0.1, 10, size=(m, 1))
+    if kind == "zero rows":
+        G[::7] = 0
+    elif kind == "duplicates":  # fewer different clients than parameters
+        G = G[rng.integers(0, max(1, d // 2), size=m)]
+    elif kind == "common direction":
+        G = rng.normal(size=d) + 0.01 * G
+    return G
+
+
+@pytest.mark.parametrize("kind", ["plain", "zero rows", "duplicates", "common direction"])
+@pytest.mark.parametrize(("m", "d"), [(60, 6), (200, 20), (40, 29), (50, 1)])
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_many_more_clients_than_parameters(kind, m, d, with_reference, device):
+    G, rho = many_clients(kind, m, d, m + d), shares(m, d)
+    ref = np.random.default_rng(d).normal(size=d) if with_reference else None
+    found = solve(torch.tensor(G, device=device), torch.tensor(rho), None if ref is None else torch.tensor(ref))
+    expected, U, target = oracle(G, rho, ref)
+    active = np.linalg.norm(G, axis=1) > 0
+    close(found.direction, expected, 1e-8)
+    np.testing.assert_allclose(found.alignment.cpu()[active], U @ expected, rtol=1e-7, atol=1e-9)
+    assert not found.alignment.cpu()[~active].any()
+    assert found.rank == np.linalg.matrix_rank(U)
+    misfit = np.linalg.norm(U @ expected - target) / np.linalg.norm(target)
+    assert found.residual == pytest.approx(misfit, rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["plain", "zero rows", "duplicates", "common direction"])
+@pytest.mark.parametrize("options", [{}, {"ridge": 0.1}, {"rtol": 0.05}])
+def test_the_smaller_of_the_two_products_gives_the_same_coefficients(kind, options):
+    G, rho = torch.tensor(many_clients(kind, 40, 8, 3)), torch.tensor(shares(40, 3))
+    cross = G @ torch.ones(8, dtype=torch.float64)
+    large = craft.coefficients(G @ G.T, cross, rho, **options)
+    small = craft.coefficients(G @ G.T, cross, rho, updates=G, **options)
+    torch.testing.assert_close(small.coefficients @ G, large.coefficients @ G, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(small.alignment, large.alignment, rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(small.residual, large.residual, rtol=1e-8, atol=1e-12)
+    assert small.rank == large.rank
+
+
+@pytest.mark.parametrize("smallest", [1e-2, 1e-5, 1e-7, 3e-8, 1e-8, 1e-10, 0.0])
+@pytest.mark.parametrize("rtol", [None, 1e-6])
+def test_the_cut_is_by_eigenvalues_however_the_system_is_solved(smallest, rtol, device):
+    """Singular values of U on either side of the cut; a factorisation replaces eigenvalues only far above it."""
+    rng = np.random.default_rng(16)
+    g = rng.normal(size=(2, 400))
+    G = np.vstack([rng.normal(size=(18, 400)), g[0], g[0] + smallest * g[1]])
+    G[4] = 0
+    K = torch.tensor(G @ G.T)
+    norms = K.diagonal().sqrt().clamp(min=1e-300)
+    eigenvalues = torch.linalg.eigvalsh(K / norms / norms[:, None])
+    cut = max((rtol or 0.0) ** 2, craft.ROUNDING * 20 * 2.0**-52) * eigenvalues[-1]
+    found = solve(torch.tensor(G, device=device), torch.tensor(shares(20, 16)), rtol=rtol)
+    assert found.rank == int((eigenvalues > cut).sum())
+
+
+@pytest.mark.parametrize("with_zero_row", [False, True])
+def test_a_factorisation_gives_what_eigenvalues_give(with_zero_row, monkeypatch):
+    rng = np.random.default_rng(17)
+    G, rho, ref = rng.normal(size=(30, 100)) + 3 * rng.normal(size=100), shares(30, 17), rng.normal(size=100)
+    if with_zero_row:
+        G[5] = 0
+    args = torch.tensor(G), torch.tensor(rho), torch.tensor(ref)
+    one = solve(*args)
+    monkeypatch.setattr(craft, "_full_rank_factor", lambda *_: None)
+    two = solve(*args)
+    torch.testing.assert_close(one.direction, two.direction, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(one.alignment, two.alignment, rtol=1e-10, atol=1e-12)
+    assert one.rank == two.rank == 30 - with_zero_row
+    assert abs(one.residual - two.residual) < 1e-10
 
 
 cases = st.tuples(st.integers(1, 8), st.integers(8, 30), st.integers(0, 2**32 - 1))

@@ -1,11 +1,13 @@
 """What a round does whatever the method: dtypes, order, memory, resuming."""
 
+import gc
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from flwr.common import ndarrays_to_parameters
+from flwr.common import Parameters, ndarrays_to_parameters
 
 from strategies import CRAFT, FedAvg, LayerMap
 
@@ -78,6 +80,64 @@ def test_inputs_are_not_changed_and_outputs_do_not_alias(make):
     s.aggregate_fit(2, results(arrays_of(first), seed=5), [])
     assert [list(r.parameters.tensors) for _, r in sent] == before
     assert first.tensors == kept
+
+
+@every_strategy
+def test_lent_memory_gives_the_same_model_and_is_let_go(make):
+    """An engine lends each result in memory that it takes back once `aggregate_fit` has returned."""
+    sent = results(model(), 5)
+    expected, _ = make(initial_parameters=initial()).aggregate_fit(1, sent, [])
+    s = make(initial_parameters=initial())
+    owners = [[bytearray(t) for t in r.parameters.tensors] for _, r in sent]
+    before = [[bytes(t) for t in tensors] for tensors in owners]
+    lent = []
+    for i, ((_, res), tensors) in enumerate(zip(sent, owners, strict=True)):
+        views = [memoryview(t) if i % 2 else np.frombuffer(t, np.uint8) for t in tensors]
+        lent.append(result(i, Parameters(views, "numpy.ndarray"), res.num_examples))
+    lent.append(lent[0])  # a duplicate, and one that is rejected
+    lent.append(result(99, Parameters([memoryview(b"junk")] * 4, "numpy.ndarray")))
+    gc.disable()  # references must not hang in a cycle either
+    try:
+        theta, _ = s.aggregate_fit(1, lent, [])
+        assert theta.tensors == expected.tensors
+        assert [[bytes(t) for t in tensors] for tensors in owners] == before
+        del views, lent
+        for tensors in owners:
+            for t in tensors:
+                t.append(0)  # refused while anything views it
+    finally:
+        gc.enable()
+
+
+@every_strategy
+def test_decoded_results_give_the_same_model_as_their_bytes(make):
+    arrays = [[np.asarray(a) for a in client] for client in trained(model(), 5)]
+    for a in [a for client in arrays for a in client]:
+        a.flags.writeable = False
+    decoded = [result(i, Parameters(a, "numpy.ndarray"), 10 + i) for i, a in enumerate(arrays)]
+    encoded = [result(i, a, 10 + i) for i, a in enumerate(arrays)]
+    one, _ = make(initial_parameters=initial()).aggregate_fit(1, decoded, [])
+    two, _ = make(initial_parameters=initial()).aggregate_fit(1, encoded, [])
+    assert one.tensors == two.tensors
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+@every_strategy
+def test_thirty_rounds_take_no_more_memory_than_a_few(make):
+    start = [np.zeros((1000, 1000), np.float32)]  # 4 MB
+    s = make(initial_parameters=ndarrays_to_parameters(start))
+    sent = results(start, 3)
+
+    def resident_mb():
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+    for number in range(1, 6):
+        s.aggregate_fit(number, sent, [])
+    before = resident_mb()
+    for number in range(6, 36):
+        s.aggregate_fit(number, sent, [])
+    assert resident_mb() - before < 60  # a leak of one model a round is 120
 
 
 @every_strategy

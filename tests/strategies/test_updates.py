@@ -48,6 +48,82 @@ def test_decoding_is_what_numpy_loads_without_a_copy(array):
         assert np.shares_memory(view, np.frombuffer(data, np.uint8))
 
 
+def held(data, form):
+    """A `.npy` byte string as an engine may hold it."""
+    if form == "bytes":
+        return data
+    if form == "memoryview":
+        return memoryview(data)
+    if form == "uint8":
+        return np.frombuffer(data, np.uint8)
+    return np.load(io.BytesIO(data))
+
+
+forms = pytest.mark.parametrize("form", ["memoryview", "uint8", "decoded"])
+
+
+@forms
+@pytest.mark.parametrize("array", [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(5), np.zeros((0, 3))])
+def test_lent_memory_is_viewed_without_a_copy_and_cannot_be_written(form, array):
+    data = held(npy(array), form)
+    view = decode(data)
+    np.testing.assert_array_equal(view, array)
+    assert (view.dtype, view.shape) == (array.dtype, array.shape)
+    assert not view.flags.writeable
+    if view.size:
+        assert np.shares_memory(view, np.frombuffer(data, np.uint8) if form != "decoded" else data)
+
+
+def test_a_writable_buffer_gives_a_read_only_view():
+    data = bytearray(npy(np.ones(3)))
+    with pytest.raises(ValueError, match="read-only"):
+        decode(data)[0] = 2
+
+
+def test_a_vector_of_uint8_is_a_buffer_only_with_the_magic_string():
+    np.testing.assert_array_equal(decode(np.arange(200, dtype=np.uint8)), np.arange(200))
+    assert decode(np.frombuffer(npy(np.ones(3)), np.uint8)).shape == (3,)
+    assert decode(np.frombuffer(npy(np.ones(3)), np.uint8)[None]).shape == (1, 152)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        np.array([1, "a"], dtype=object),
+        np.zeros(2, dtype=[("a", "f4")]),
+        np.array(["text"]),
+        np.array([1j]),
+        np.zeros(2, np.longdouble),
+        np.array(["2020-01-01"], "M8[D]"),
+        np.repeat(np.frombuffer(npy(np.zeros(3)), np.uint8), 2)[::2],
+        memoryview(npy(np.zeros(3)))[::-1],
+        [1.0, 2.0],
+        "text",
+        None,
+    ],
+)
+def test_what_is_neither_numbers_nor_a_buffer_is_refused(data):
+    with pytest.raises(UnusableTensor):
+        decode(data)
+
+
+@forms
+@pytest.mark.parametrize("seed", range(4))
+def test_of_two_results_by_one_client_the_same_is_used_however_they_are_held(form, seed):
+    one, two = trained(model(), 2, seed)
+
+    def used(hold):
+        sent = []
+        for arrays, n in ((one, 5), (two, 5)):
+            tensors = [hold(data) for data in ndarrays_to_parameters(arrays).tensors]
+            sent.append(result("a", Parameters(tensors, "numpy.ndarray"), n))
+        return [updates(order).tensors(0)[0].tolist() for order in (sent, sent[::-1])]
+
+    expected = used(bytes)
+    assert expected[0] == expected[1]
+    assert used(lambda data: held(data, form)) == expected
+
+
 def header(text, body=b""):
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode("latin1") + body
 
@@ -176,7 +252,9 @@ def test_a_layer_is_the_difference_to_the_global_model_in_float64(dtype, device)
 
 
 def test_a_layer_wider_than_a_block_comes_in_pieces(monkeypatch):
-    monkeypatch.setattr("strategies.gram.BLOCK_BYTES", 1)  # 64 columns, the least
+    monkeypatch.setattr("strategies.gram.BLOCK_BYTES", 1)
+    monkeypatch.setattr("strategies.gram._MIN_COLUMNS", 64)
+    monkeypatch.setattr("strategies.gram._PANEL", 2)
     rng = np.random.default_rng(0)
     start = [rng.normal(size=(20, 7)), rng.normal(size=150)]
     clients = [[a + rng.normal(size=a.shape) for a in start] for _ in range(3)]
@@ -189,6 +267,7 @@ def test_a_layer_wider_than_a_block_comes_in_pieces(monkeypatch):
     reference = torch.tensor(rng.normal(size=290))
     inner = found.gram(layers.layers[0], reference)
     np.testing.assert_allclose(inner.matrix, G @ G.T, rtol=1e-12)
+    assert torch.equal(inner.matrix[:2, 2:], inner.matrix[2:, :2].T)
     np.testing.assert_allclose(inner.cross, G @ reference.numpy(), rtol=1e-10)
     alpha = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
     out = found.combine(layers.layers[0], alpha, reference, 0.3)
