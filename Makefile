@@ -36,8 +36,8 @@ lint: $(STAMP) ## Style
 types: $(STAMP) ## Static types
 	$(BIN)/mypy
 
-bench: $(STAMP) ## Cost of the solves, side by side in one run
-	$(BIN)/python -m experiments.benchmarks.aggregation
+bench: $(STAMP) ## What engines and solves cost, side by side in one run (an hour; BENCH=--quick: ten minutes)
+	$(BIN)/python -m experiments.benchmarks $(BENCH)
 
 clean: ## Remove caches and outputs, keep .venv
 	rm -rf outputs multirun build .pytest_cache .mypy_cache .ruff_cache .hypothesis

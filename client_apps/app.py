@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import importlib
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from flwr.app import MessageType
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
@@ -24,12 +22,10 @@ from flwr.common import (
     FitRes,
     GetPropertiesIns,
     GetPropertiesRes,
-    Message,
     Parameters,
     Scalar,
     Status,
 )
-from flwr.compat.common.recorddict_compat import fitres_to_recorddict, recorddict_to_fitins
 from torch import Tensor, nn
 
 from client_apps import tasks
@@ -38,8 +34,6 @@ from client_apps.errors import ConfigError
 from client_apps.tasks import Task
 from client_apps.training import TrainResult
 from client_apps.wire import decode, encode
-
-log = logging.getLogger(__name__)
 
 
 def make_client_app(cfg: Mapping[str, Any]) -> TaskClientApp:
@@ -60,7 +54,7 @@ def make_client_app(cfg: Mapping[str, Any]) -> TaskClientApp:
 
 
 class TaskClientApp(ClientApp):
-    """A ClientApp that can also answer the messages of many clients at once.
+    """A ClientApp that can also train many clients at once.
 
     Parameters
     ----------
@@ -76,78 +70,30 @@ class TaskClientApp(ClientApp):
         super().__init__(client_fn=partial(_client, self._cfg), mods=mods)
         self._together = not mods
 
-    def batch(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[Message | Exception]:
-        """Answer several messages, as this app does each by itself (bit for bit, see `client_apps.vectorized`).
-
-        Clients that train the same global model with the same fit config on a task that vectorises are trained
-        at once, all others one after the other.
+    def fit_many(self, ins: FitIns, contexts: Sequence[Context]) -> list[FitRes] | None:
+        """Train many clients that received the same, at once (bit for bit as alone, see `client_apps.vectorized`).
 
         Parameters
         ----------
-        messages : sequence of Message
+        ins : FitIns
+            What each of them received.
         contexts : sequence of Context
-            One for each message.
+            One for each client.
 
         Returns
         -------
-        list
-            For each message its reply, or what its own client raised.
+        list of FitRes, or None
+            None if they cannot be trained at once, and have to run one by one.
+
+        Raises
+        ------
+        Exception
+            What any of the clients raises; run one by one, only that one will.
         """
-        replies: dict[int, Message | Exception] = {}
-        for group in self._groups(messages, contexts) if self._together else ():
-            try:
-                results = _fit_many([client for _, client in group.members], group.ins)
-            except Exception:
-                # One by one, only the culprit is left without a reply.
-                log.warning(
-                    "Training %d clients at once failed; they run one by one", len(group.members), exc_info=True
-                )
-                continue
-            for (i, _), result in zip(group.members, results, strict=True):
-                replies[i] = Message(fitres_to_recorddict(result, keep_input=False), reply_to=messages[i])
-        for i, (message, context) in enumerate(zip(messages, contexts, strict=True)):
-            if i not in replies:
-                try:
-                    replies[i] = self(message, context)
-                except Exception as error:  # noqa: BLE001 - handed to the caller in place of the reply
-                    replies[i] = error
-        return [replies[i] for i in range(len(messages))]
-
-    def _groups(self, messages: Sequence[Message], contexts: Sequence[Context]) -> list[_Group]:
-        """Collect the clients that can be trained at once; the rest, also whatever is wrong, is left out."""
-        groups: list[_Group] = []
-        for i, (message, context) in enumerate(zip(messages, contexts, strict=True)):
-            if message.metadata.message_type != MessageType.TRAIN or not message.has_content():
-                continue
-            try:
-                client = _client(self._cfg, context)
-                ins = recorddict_to_fitins(message.content, keep_input=True)
-            except Exception:  # noqa: BLE001 - raised again, and handed over, when this client runs by itself
-                continue
-            if not client.task.vectorized:
-                continue
-            group = next((g for g in groups if g.task is client.task and _same(g.ins, ins)), None)
-            if group is None:
-                groups.append(group := _Group(client.task, ins, []))
-            group.members.append((i, client))
-        return groups
-
-
-class _Group(NamedTuple):
-    """Clients of one task that received the same; each with the place of its message."""
-
-    task: Task
-    ins: FitIns
-    members: list[tuple[int, TaskClient]]
-
-
-def _same(one: FitIns, other: FitIns) -> bool:
-    # Bytes that are the same object are equal at no cost. Types count, as True equals 1 and is no round.
-    return (
-        one.config == other.config
-        and [type(value) for value in one.config.values()] == [type(value) for value in other.config.values()]
-        and one.parameters.tensors == other.parameters.tensors
-    )
+        clients = [_client(self._cfg, context) for context in contexts] if self._together else []
+        if not clients or not clients[0].task.vectorized or any(c.task is not clients[0].task for c in clients):
+            return None
+        return _fit_many(clients, ins)
 
 
 class TaskClient(Client):

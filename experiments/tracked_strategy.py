@@ -72,6 +72,7 @@ class TrackedStrategy(Strategy):
         """Delegate, and record the metrics."""
         with self._recording_errors(server_round):
             parameters, metrics = self.strategy.aggregate_fit(server_round, results, failures)
+        results.clear()  # Flower's server would hold on to a round's updates until it has those of the next
         self._stages["fit"] = dict(metrics)
         if parameters is not None:
             self.parameters = parameters

@@ -14,6 +14,7 @@ import math
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -52,9 +53,12 @@ _UNREADABLE = (
 # Numbers above this cannot be squared and summed in float64.
 _LARGEST = 1e150
 _MAX_DIMENSIONS = 32
+_FLOAT32 = np.dtype(np.float32)
 _MAGIC = b"\x93NUMPY"
 # Characters of a reason kept; a client may send a message of any length.
 _REASON = 300
+# Numbers in a block from which two threads copy it.
+_PARALLEL = 2**18
 
 
 class UnusableTensor(ValueError):
@@ -200,9 +204,18 @@ def is_finite(array: Array) -> bool:
     if array.dtype.kind != "f" or array.size == 0:
         return True
     with np.errstate(all="ignore"):
-        total = np.add.reduce(array, axis=None, dtype=np.result_type(array.dtype, np.float32))
-        # A finite sum proves it; a sum may also overflow over finite values, and only then each is looked at.
-        return bool(np.isfinite(total)) or bool(np.isfinite(array).all())
+        return _is_finite(array)
+
+
+def _is_finite(array: Array) -> bool:
+    total = np.add.reduce(array, axis=None, dtype=max(array.dtype, _FLOAT32))
+    # A finite sum proves it; a sum may also overflow over finite values, and only then each is looked at.
+    return math.isfinite(total) or bool(np.isfinite(array).all())
+
+
+@functools.cache
+def _copiers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(2, "copy")
 
 
 def decode_all(parameters: Parameters) -> list[Array]:
@@ -239,7 +252,7 @@ def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap) -> list[Arra
         wanted = "f" if kind != "counter" else "b" if expected.dtype.kind == "b" else "iu"
         if array.dtype.kind not in wanted:
             raise UnusableTensor(f"tensor {name!r} has dtype {array.dtype}, the model's is {expected.dtype}")
-        if not is_finite(array):
+        if kind != "counter" and array.size and not _is_finite(array):
             raise UnusableTensor(f"tensor {name!r} holds NaN or Inf")
         if not _fits(array, expected.dtype):
             raise UnusableTensor(f"tensor {name!r} holds values too large for the model's {expected.dtype}")
@@ -294,7 +307,8 @@ class ClientUpdates:
         accepted: dict[str, tuple[FitRes, list[Array]]] = {}
         for proxy, res in sorted(results, key=lambda pair: order(pair[0].cid)):
             try:
-                arrays = _vet(res, global_arrays, layers)
+                with np.errstate(all="ignore"):
+                    arrays = _vet(res, global_arrays, layers)
             except UnusableTensor as error:
                 self.rejected.append(Rejection(proxy.cid, str(error)))
                 continue
@@ -353,15 +367,20 @@ class ClientUpdates:
                 for t, first, size in pieces
                 if max(low, first) < min(high, first + size)
             ]
-            stage = self._stage[: rows * (high - low)]
-            # One call copies and converts all rows; one each would cost more than the copying.
-            np.concatenate(
-                [
-                    *(flat[t][i][source] for i in range(m) for t, source in parts),
-                    *(start[t][source].astype(d[t], copy=False) for d in self._senders for t, source in parts),
-                ],
-                out=stage,
-            )
+            width = high - low
+            stage = self._stage[: rows * width]
+
+            def copy(first: int, last: int, parts: list[tuple[int, slice]] = parts, to: Any = stage) -> None:
+                # One call copies and converts many rows; one each would cost more than the copying.
+                pieces = [flat[t][i][source] for i in range(first, last) for t, source in parts]
+                np.concatenate(pieces, out=to[first * len(to) // rows : last * len(to) // rows])
+
+            if len(stage) < _PARALLEL:
+                copy(0, m)
+            else:  # NumPy copies without holding the interpreter
+                list(_copiers().map(copy, (0, m // 2), (m // 2, m)))
+            originals = [start[t][source].astype(d[t], copy=False) for d in self._senders for t, source in parts]
+            np.concatenate(originals, out=stage[m * width :])
             values = torch.from_numpy(stage).to(self.device, torch.float64).view(rows, high - low)
             block, bases = values[:m], values[m:]
             if len(bases) == 1:

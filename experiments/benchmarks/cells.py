@@ -101,7 +101,8 @@ def _resident() -> tuple[int, int]:
     if not status.exists():
         return 0, 0
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-    return int(lines["RssAnon"].split()[0]) * 1024, int(lines["RssShmem"].split()[0]) * 1024
+    own, *shared = (int(lines[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem", "RssFile"))
+    return own, sum(shared)
 
 
 def machine_memory() -> int:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,9 @@ def _run_ray(cfg: Mapping[str, Any], server_app: ServerApp, client_app: ClientAp
     from .ray_grid import RayGrid
 
     _announce(cfg)
+    # Hundreds of thousands of objects of loaded libraries will stay: the collector need not look through them again
+    # each time a round has made some thousand messages.
+    gc.freeze()
     with RayGrid(
         client_app, cfg["num_clients"], client_resources=_client_resources(cfg), init_args=_init_args(cfg)
     ) as grid:

@@ -20,6 +20,7 @@ from flwr.compat.common import recorddict_compat as compat
 from flwr.server import server
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
+from flwr.supercore.date import now
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
@@ -30,6 +31,7 @@ CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 CLIENT_CRASHED = ErrorCode.CLIENT_APP_CRASHED
 NO_REPLY = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
 NO_NODE = ErrorCode.NODE_UNAVAILABLE
+EMPTY = compat.EMPTY_TENSOR_KEY
 
 Instruction = tuple[ClientProxy, FitIns | EvaluateIns]
 Buffer = NDArray[np.uint8]
@@ -108,6 +110,8 @@ def error_reply(message: Message, code: int, reason: str) -> Message:
 
 Head = tuple[Any, ...]
 """A message's metadata in the order of `Metadata`'s parameters."""
+DESTINATION, KIND = 3, 8
+"""Where in a `Head` the receiving node and the message type are."""
 
 
 def head_of(message: Message) -> Head:
@@ -124,6 +128,13 @@ def message_of(head: Head, content: RecordDict) -> Message:
     metadata = Metadata(*head)
     metadata.delivered_at = ""
     return make_message(metadata=metadata, content=content)
+
+
+def reply_head(head: Head) -> Head:
+    """Return the metadata of a reply to a message with this metadata, as `Message(..., reply_to=...)` makes them."""
+    run_id, message_id, src, dst, _, group_id, created_at, ttl, kind, src_task, dst_task = head
+    current = now().timestamp()
+    return run_id, "", dst, src, message_id, group_id, current, created_at + ttl - current, kind, dst_task, src_task
 
 
 def array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
@@ -275,9 +286,7 @@ def _fit_result(content: RecordDict, views: bool) -> FitRes:
         return compat.recorddict_to_fitres(content, keep_input=False)
     arrays = content["fitres.parameters"]
     assert isinstance(arrays, ArrayRecord)
-    tensors: list[Any] = [
-        a.buffer if isinstance(a, SharedArray) else a.data for k, a in arrays.items() if k != compat.EMPTY_TENSOR_KEY
-    ]
+    tensors: list[Any] = [a.buffer if isinstance(a, SharedArray) else a.data for k, a in arrays.items() if k != EMPTY]
     kind = next(iter(arrays.values())).stype if arrays else ""
     metrics, status = content["fitres.metrics"], content["fitres.status"]
     return FitRes(

@@ -37,10 +37,12 @@ logger = logging.getLogger("flwr")
 # A batch takes about this long: long against a message's way to a worker and back (a millisecond or two),
 # short against a round.
 _BATCH_SECONDS = 0.1
-_LEAST_SECONDS = 0.005
+_LEAST_SECONDS = 0.02
 # A batch that takes this many times longer than expected gives back the clients that have not begun.
 _OVERDUE, _OVERDUE_SECONDS = 4.0, 1.0
 _POLL_SECONDS = 0.2
+# Workers begin once this many messages of a round have been sent.
+_WAKE = 64
 # Share of the object store that replies may occupy while the server reads them; beyond it they are copied out.
 _SHARED = 0.6
 # Contents kept though no message uses them: a server that sends one message at a time sends the same again.
@@ -72,6 +74,9 @@ class _Content:
 
     number: int
     arrays: list[wire.PackedArray]
+    identity: tuple[Any, ...]
+    sources: list[Any]
+    """What `identity` names by address, kept alive for as long as it counts."""
     users: int = 0
     ref: Any = None
 
@@ -153,6 +158,7 @@ class RayGrid(VirtualGrid):
             self._states: dict[int, list[wire.PackedRecord]] = {}
             self._contents = _Contents()
             self._seconds: float | None = None  # of one client, in the mean of late
+            self._spent = self._answered = 0.0  # what that mean is made of
             self._bytes = 0.0  # of one reply
             self._shared = 0  # bytes of replies that views keep in shared memory
             self._returned: deque[int] = deque()  # what the garbage collector says is no longer kept
@@ -241,6 +247,9 @@ class RayGrid(VirtualGrid):
                 task = _Task(message, self._contents.split(message), min(latest, time.monotonic() + left), own)
                 self._tasks[ids[-1]] = task
                 self._queue.append(task)
+            if len(ids) % _WAKE == 0:
+                with self._guard:
+                    self._guard.notify_all()
         with self._guard:
             self._guard.notify_all()
         return ids
@@ -486,8 +495,10 @@ class RayGrid(VirtualGrid):
             return
         with self._guard:
             if seconds is not None:
-                each = max(seconds / len(outcomes), 1e-6)
-                self._seconds = each if self._seconds is None else 0.7 * self._seconds + 0.3 * each
+                # Sums, not ratios, so that small batches with their fixed costs do not count like large ones.
+                self._spent = 0.9 * self._spent + seconds
+                self._answered = 0.9 * self._answered + len(outcomes)
+                self._seconds = max(self._spent / self._answered, 1e-6)
             each = sum(wire.size(o.content) for o in outcomes) / len(outcomes)
             self._bytes = max(each, 0.9 * self._bytes)
 
@@ -541,7 +552,7 @@ class _Contents:
     """The array records on their way to workers, each distinct one held once."""
 
     def __init__(self) -> None:
-        self._by_identity: dict[tuple[int, ...], _Content] = {}
+        self._by_identity: dict[tuple[Any, ...], _Content] = {}
         self._by_content: dict[tuple[Any, ...], list[_Content]] = {}
         self._idle: OrderedDict[int, _Content] = OrderedDict()
         self._count = 0
@@ -577,37 +588,30 @@ class _Contents:
         self._idle.clear()
 
     def _find(self, record: ArrayRecord) -> _Content:
-        arrays = wire.pack_arrays(record)
-        identity = _identity(arrays)
+        # Messages mostly share not the record but the bytes in it, which never change.
+        sources = [wire.source(array) for array in record.values()]
+        identity = (*map(id, sources), *((k, a.dtype, a.shape, a.stype) for k, a in record.items()))
         found = self._by_identity.get(identity)
-        if found is not None and _labels(found.arrays) == _labels(arrays):
+        if found is not None:
             return found
+        arrays = wire.pack_arrays(record)
         key = _fingerprint(arrays)
         for content in self._by_content.get(key, ()):
             # Comparing memory is several times faster than hashing it.
             if all(x[4].data == y[4].data for x, y in zip(content.arrays, arrays, strict=True)):
                 return content
-        content = _Content(self._count, arrays)
+        content = _Content(self._count, arrays, identity, sources)
         self._count += 1
         self._by_identity[identity] = content
         self._by_content.setdefault(key, []).append(content)
         return content
 
     def _forget(self, content: _Content) -> None:
-        self._by_identity.pop(_identity(content.arrays), None)
+        del self._by_identity[content.identity]
         key = _fingerprint(content.arrays)
         self._by_content[key].remove(content)
         if not self._by_content[key]:
             del self._by_content[key]
-
-
-def _labels(arrays: Sequence[wire.PackedArray]) -> tuple[Any, ...]:
-    return tuple(a[:4] for a in arrays)
-
-
-def _identity(arrays: Sequence[wire.PackedArray]) -> tuple[int, ...]:
-    """Addresses and lengths: the same memory, while `_Content.arrays` keeps it alive."""
-    return tuple(x for a in arrays for x in (a[4].ctypes.data, a[4].nbytes))
 
 
 def _fingerprint(arrays: Sequence[wire.PackedArray]) -> tuple[Any, ...]:
@@ -615,7 +619,7 @@ def _fingerprint(arrays: Sequence[wire.PackedArray]) -> tuple[Any, ...]:
     check = 0
     for a in arrays:
         check = zlib.crc32(a[4][-256:].tobytes(), zlib.crc32(a[4][:256].tobytes(), check))
-    return (*_labels(arrays), *(a[4].nbytes for a in arrays), check)
+    return (*(a[:4] for a in arrays), *(a[4].nbytes for a in arrays), check)
 
 
 def _start_ray(init_args: Mapping[str, Any]) -> None:

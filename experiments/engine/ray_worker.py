@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import ray
 from flwr.app import ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common import FitIns
 
 from . import internals, wire
 from .virtual import FIRST_NODE
@@ -95,7 +96,7 @@ class ClientWorker:
             batch = self._open[number] = _Batch(deque(range(len(jobs))))
         try:
             self._load(contents)
-            together = getattr(self._app, "batch", None)
+            together = getattr(self._app, "fit_many", None)
             while True:
                 with self._lock:
                     if not batch.pending:
@@ -103,7 +104,11 @@ class ClientWorker:
                     batch.running = list(batch.pending) if together else [batch.pending[0]]
                     for _ in batch.running:
                         batch.pending.popleft()
-                found = self._answer([jobs[i] for i in batch.running], batch.running, together)
+                running = {i: jobs[i] for i in batch.running}
+                found = self._fit_many(running) if together else []
+                for outcome in found:
+                    del running[outcome.number]
+                found += [self._answer(i, job) for i, job in running.items()]
                 with self._lock:
                     batch.done += found
                     batch.running = []
@@ -138,35 +143,56 @@ class ClientWorker:
     def _load(self, contents: Mapping[int, Any]) -> None:
         """Fetch the contents not at hand, as bytes: Flower's clients know nothing else."""
         missing = [key for key in contents if key not in self._contents]
-        for key, arrays in zip(missing, ray.get([contents[key] for key in missing]), strict=True):
+        found = ray.get([contents[key] for key in missing]) if missing else []
+        for key, arrays in zip(missing, found, strict=True):
             self._contents[key] = [(*a[:4], a[4].tobytes()) for a in arrays]
         for key in [k for k in self._contents if k not in contents][: max(0, len(self._contents) - _KEPT_CONTENTS)]:
             del self._contents[key]
 
-    def _answer(self, jobs: Sequence[Job], indices: Sequence[int], together: Any) -> list[Outcome]:
-        messages, contexts, before = [], [], []
-        for job in jobs:
-            messages.append(internals.message_of(job.head, wire.unpack(job.content, self._contents)))
-            contexts.append(self._context(messages[-1].metadata.dst_node_id, job.state))
-            before.append(_snapshot(contexts[-1].state))
-        internals.identify(self._run_id, messages[0].metadata.dst_node_id)
-        if together:
-            replies = together(messages, contexts)
-        else:
-            replies = [_call(self._app, m, c) for m, c in zip(messages, contexts, strict=True)]
-        outcomes = []
-        for index, reply, context, old in zip(indices, replies, contexts, before, strict=True):
-            state = wire.pack(context.state) if _snapshot(context.state) != old else None
-            outcomes.append(_outcome(index, reply, state))
+    def _fit_many(self, jobs: Mapping[int, Job]) -> list[Outcome]:
+        """Train clients that received the same at once, where the app can; the others are left out."""
+        groups: list[tuple[int, FitIns, list[int]]] = []
+        for index, job in jobs.items():
+            found = wire.unpack_fit(job.content, self._contents) if job.head[internals.KIND] == "train" else None
+            if found is None:
+                continue
+            number, ins = found
+            for other, theirs, members in groups:
+                if number == other and _same(ins.config, theirs.config):
+                    members.append(index)
+                    break
+            else:
+                groups.append((number, ins, [index]))
+        outcomes: list[Outcome] = []
+        for _, ins, members in groups:
+            contexts = [self._context(jobs[i]) for i in members]
+            before = [_snapshot(context.state) for context in contexts]
+            try:
+                results = self._app.fit_many(ins, contexts)  # type: ignore[attr-defined]
+            except Exception:  # noqa: BLE001  run one by one, the culprit alone fails, and says why
+                continue
+            for i, result, context, old in zip(members, results or (), contexts, before, strict=False):
+                head = internals.reply_head(jobs[i].head)
+                outcomes.append(Outcome(i, head, wire.pack_fit(result), None, _news(context, old)))
         return outcomes
 
-    def _context(self, node: int, state: list[wire.PackedRecord]) -> Context:
+    def _answer(self, index: int, job: Job) -> Outcome:
+        """Hand a message to the app, as Flower would."""
+        message = internals.message_of(job.head, wire.unpack(job.content, self._contents))
+        context = self._context(job)
+        before = _snapshot(context.state)
+        internals.identify(self._run_id, context.node_id)
+        reply = _call(self._app, message, context)
+        return _outcome(index, reply, _news(context, before))
+
+    def _context(self, job: Job) -> Context:
+        node = job.head[internals.DESTINATION]
         return internals.context(
             self._run_id,
             node,
             node - FIRST_NODE,
             self._num_clients,
-            state=wire.unpack(state) if state else RecordDict(),
+            state=wire.unpack(job.state) if job.state else RecordDict(),
             run_config=dict(self._run_config),
         )
 
@@ -192,6 +218,16 @@ def _outcome(index: int, reply: Any, state: list[wire.PackedRecord] | None) -> O
     trace = "".join(traceback.format_exception(reply))
     # What a client stored before it raised stays stored, as it does on a real node.
     return Outcome(index, None, [], (internals.CLIENT_RAISED, f"{type(reply).__name__}: {reply}", trace), state)
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    # Types count: True equals 1, and is no round.
+    return one == other and all(type(one[key]) is type(other[key]) for key in one)
+
+
+def _news(context: Context, before: Snapshot) -> list[wire.PackedRecord] | None:
+    """Return a client's state if it has changed."""
+    return wire.pack(context.state) if _snapshot(context.state) != before else None
 
 
 Snapshot = dict[str, tuple[str, dict[str, Any]]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.common import FitIns, FitRes, Parameters
 
 from . import internals
 from .internals import Buffer, SharedArray
@@ -32,8 +33,13 @@ def pack_arrays(record: ArrayRecord) -> list[PackedArray]:
 
 def view(array: Array) -> Buffer:
     """View an array's serialized form as uint8, without a copy."""
-    source = array.buffer if isinstance(array, SharedArray) else array.data
-    return source if isinstance(source, np.ndarray) else np.frombuffer(source, np.uint8)
+    found = source(array)
+    return found if isinstance(found, np.ndarray) else np.frombuffer(found, np.uint8)
+
+
+def source(array: Array) -> bytes | Buffer:
+    """Return what holds an array's serialized form."""
+    return array.buffer if isinstance(array, SharedArray) else array.data
 
 
 def pack(content: RecordDict) -> list[PackedRecord]:
@@ -45,6 +51,35 @@ def pack(content: RecordDict) -> list[PackedRecord]:
         else:
             packed.append((name, "m" if isinstance(record, MetricRecord) else "c", internals.plain(record)))
     return packed
+
+
+def pack_fit(result: FitRes) -> list[PackedRecord]:
+    """Take a fit result apart, as if Flower had made a record dict of it before."""
+    parameters = result.parameters
+    arrays = [
+        (str(i), "", (), parameters.tensor_type, np.frombuffer(data, np.uint8))
+        for i, data in enumerate(parameters.tensors)
+    ]
+    status = {"code": result.status.code.value, "message": result.status.message}
+    return [
+        ("fitres.metrics", "c", result.metrics),
+        ("fitres.num_examples", "m", {"num_examples": result.num_examples}),
+        ("fitres.parameters", "a", arrays),
+        ("fitres.status", "c", status),
+    ]
+
+
+def unpack_fit(
+    packed: Sequence[PackedRecord], contents: Mapping[int, Sequence[StoredArray]]
+) -> tuple[int, FitIns] | None:
+    """Return a legacy fit instruction and the number of the content its model is in; None if it is something else."""
+    records = {name: (kind, payload) for name, kind, payload in packed}
+    kind, number = records.get("fitins.parameters", ("", 0))
+    if len(records) != 2 or kind != "r" or "fitins.config" not in records:
+        return None
+    arrays = contents[number]
+    tensors = [a[4] for a in arrays if a[0] != internals.EMPTY]
+    return number, FitIns(Parameters(tensors, arrays[0][3] if arrays else ""), records["fitins.config"][1])
 
 
 def unpack(

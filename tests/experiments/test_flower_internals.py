@@ -92,6 +92,14 @@ def test_a_reply_answers_its_message():
     assert reply.metadata.reply_to_message_id == one.metadata.message_id
     assert (reply.metadata.src_node_id, reply.metadata.dst_node_id) == (5, one.metadata.src_node_id)
     assert (reply.error.code, reply.error.reason) == (internals.NO_REPLY, "too late")
+    fit = Message(RecordDict(), reply_to=one)
+    made = internals.message_of(internals.reply_head(internals.head_of(one)), RecordDict())
+    for key in vars(fit.metadata):
+        if key not in ("_created_at", "_ttl"):
+            assert vars(made.metadata)[key] == vars(fit.metadata)[key], key
+    assert made.metadata.ttl + made.metadata.created_at == pytest.approx(one.metadata.ttl + one.metadata.created_at)
+    head = internals.head_of(one)
+    assert (head[internals.DESTINATION], head[internals.KIND]) == (5, "train.extra")
     codes = (internals.CLIENT_RAISED, internals.CLIENT_CRASHED, internals.NO_REPLY, internals.NO_NODE)
     assert codes == (2, 8, 4, 5)
 
@@ -123,6 +131,18 @@ def test_one_exchange_gives_what_flowers_proxies_give(views):
     assert ours.content == theirs.content
     for key in ("message_type", "group_id", "ttl", "dst_node_id", "src_node_id", "run_id"):
         assert getattr(ours.metadata, key) == getattr(theirs.metadata, key)
+
+
+def test_fit_instructions_and_results_are_packed_as_flower_would():
+    ins = FitIns(ndarrays_to_parameters([np.ones((2, 2)), np.array(1)]), {"lr": 0.5})
+    content = compat.fitins_to_recorddict(ins, keep_input=True)
+    stored = {7: [(*a[:4], a[4].tobytes()) for a in wire.pack_arrays(content["fitins.parameters"])]}
+    packed = [("fitins.parameters", "r", 7), ("fitins.config", "c", {"lr": 0.5})]
+    assert wire.unpack_fit(packed, stored) == (7, ins)
+    assert wire.unpack_fit(packed[:1], stored) is None
+    assert wire.unpack_fit([("arrays", "r", 7), packed[1]], stored) is None
+    res = FitRes(Status(Code.OK, "fine"), ins.parameters, 5, {"a": 1})
+    assert wire.unpack(wire.pack_fit(res)) == compat.fitres_to_recorddict(res, keep_input=True)
 
 
 def test_failures_are_kept_apart_from_results():

@@ -1,4 +1,4 @@
-"""Many clients' messages in one call: the replies, and the failures, of each client by itself."""
+"""A worker's batches: the replies, and the failures, of each client as if it had run by itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from flwr.clientapp import ClientApp
 from flwr.common import (
-    Code,
     Context,
     EvaluateIns,
     FitIns,
-    GetParametersIns,
     Message,
     RecordDict,
     ndarrays_to_parameters,
@@ -21,15 +19,15 @@ from flwr.common import (
 from flwr.compat.common import recorddict_compat as compat
 from flwr.supercore.task_identity import TaskIdentity
 
-from client_apps import app as app_module
 from client_apps import make_client_app
-from client_apps.app import TaskClient, TaskClientApp
+from client_apps.app import TaskClientApp
 from client_apps.arrays import get_arrays
-from client_apps.errors import ConfigError
 from client_apps.tasks import ClassificationTask
-from client_apps.wire import encode
-
-from .configs import config
+from experiments.engine import internals, wire
+from experiments.engine.ray_grid import _Contents
+from experiments.engine.ray_worker import ClientWorker, Job
+from experiments.engine.virtual import FIRST_NODE
+from tests.client_apps.configs import config
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +73,7 @@ def contexts(cids: list[Any], **node: Any) -> list[Context]:
 
 def assert_same_reply(one: Message | Exception, other: Message | Exception) -> None:
     if isinstance(one, Exception) or isinstance(other, Exception):
-        assert (type(one), str(one)) == (type(other), str(other))
+        assert str(one) == str(other)
         return
     assert list(one.content) == list(other.content)
     assert one.content == other.content
@@ -87,12 +85,39 @@ def single(app: ClientApp, message: Message, context: Context) -> Message | Exce
     try:
         return app(message, context)
     except Exception as error:  # noqa: BLE001 - compared
-        return error
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def run(app: ClientApp, messages: list[Message], nodes: list[Context]) -> list[Message | Exception]:
+    """Hand messages to a worker as the grid does, and put its outcomes together again."""
+    worker = ClientWorker(app, 1, 10, {})
+    contents = _Contents()
+    jobs = []
+    for message, node in zip(messages, nodes, strict=True):
+        internals.name(message)
+        head = list(internals.head_of(message))
+        head[internals.DESTINATION] = FIRST_NODE + node.node_config["partition-id"]
+        records = []
+        for name, record in contents.split(message):
+            if isinstance(record, tuple):
+                records.append(record)
+            else:
+                worker._contents[record.number] = [(*a[:4], a[4].tobytes()) for a in record.arrays]
+                records.append((name, "r", record.number))
+        jobs.append(Job(tuple(head), records, []))
+    _, outcomes = worker.run(0, dict.fromkeys(worker._contents), jobs)
+    assert sorted(o.number for o in outcomes) == list(range(len(messages)))
+    replies: list[Message | Exception] = []
+    for outcome in sorted(outcomes, key=lambda o: o.number):
+        if outcome.error is not None:
+            replies.append(RuntimeError(outcome.error[1]))
+        else:
+            replies.append(internals.message_of(outcome.head, wire.unpack(outcome.content)))
+    return replies
 
 
 def assert_batch_is_single(app: TaskClientApp, messages: list[Message], nodes: list[Context]) -> list[Any]:
-    replies = app.batch(messages, nodes)
-    assert len(replies) == len(messages)
+    replies = run(app, messages, nodes)
     for reply, message, node in zip(replies, messages, nodes, strict=True):
         assert_same_reply(reply, single(app, message, node))
     return replies
@@ -105,16 +130,10 @@ def test_a_batch_answers_as_each_client_does(
 ) -> None:
     app = make_client_app(config(client__vectorize=vectorize, **changes))
     values = arrays()
-    replies = app.batch([train(values) for _ in range(4)], contexts([3, 0, 9, 4]))
+    replies = run(app, [train(values) for _ in range(4)], contexts([3, 0, 9, 4]))
     assert together == ([[3, 0, 9, 4]] if vectorize else [])
     assert list(replies[0].content) == ["fitres.metrics", "fitres.num_examples", "fitres.parameters", "fitres.status"]
     assert_batch_is_single(app, [train(values) for _ in range(4)], contexts([3, 0, 9, 4]))
-
-
-def test_one_set_of_bytes_is_shared_by_its_messages(together: list[list[int]]) -> None:
-    message = train(arrays())
-    assert_batch_is_single(make_client_app(config()), [message, message], contexts([1, 2]))
-    assert together[0] == [1, 2]
 
 
 def test_mixed_messages_are_told_apart(together: list[list[int]]) -> None:
@@ -137,13 +156,11 @@ def test_wrong_clients_and_messages_fail_alone(together: list[list[int]]) -> Non
         Message(RecordDict(), dst_node_id=1, message_type="train"),
         wrong_type,
         train(values),
-        train(values),  # of a node without a number
     ]
-    nodes = contexts([0, 10, 2, 3, 4, 5, 6, 7, 8, None])
+    nodes = contexts([0, 10, 2, 3, 4, 5, 6, 7, 8])
     replies = assert_batch_is_single(make_client_app(config()), messages, nodes)
-    assert [isinstance(reply, Message) for reply in replies] == [i in (0, 2, 8) for i in range(10)]
-    assert [0, 2, 8] in together
-    assert isinstance(replies[1], ConfigError)
+    assert [isinstance(reply, Message) for reply in replies] == [i in (0, 2, 8) for i in range(9)]
+    assert "ConfigError: This node's partition-id=10 is outside" in str(replies[1])
     assert "Received 3 arrays for a model of 4 tensors" in str(replies[3])
 
 
@@ -156,26 +173,11 @@ def test_a_client_that_raises_in_a_group_does_not_take_the_others_along(monkeypa
         return original(self, cid, server_round)
 
     monkeypatch.setattr(ClassificationTask, "_work", work)
-    replies = assert_batch_is_single(make_client_app(config()), [train(arrays())] * 4, contexts([1, 2, 3, 4]))
-    assert str(replies.pop(1)) == "client 2 lost its data"
+    replies = assert_batch_is_single(
+        make_client_app(config()), [train(arrays()) for _ in range(4)], contexts([1, 2, 3, 4])
+    )
+    assert str(replies.pop(1)) == "RuntimeError: client 2 lost its data"
     assert all(isinstance(reply, Message) for reply in replies)
-
-
-def test_nodes_with_data_of_their_own_are_other_tasks(together: list[list[int]], tmp_path: Any) -> None:
-    nodes = [*contexts([1, 2]), *contexts([3], **{"data-dir": str(tmp_path)})]
-    assert_batch_is_single(make_client_app(config()), [train(arrays())] * 3, nodes)
-    assert together[:2] == [[1, 2], [3]]
-
-
-def test_a_batch_runs_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
-    monkeypatch.setattr(app_module, "_single_thread", lambda: calls.append(True))
-    make_client_app(config()).batch([train(arrays())], contexts([1]))
-    assert calls
-
-
-def test_no_messages_no_replies() -> None:
-    assert make_client_app(config()).batch([], []) == []
 
 
 def test_mods_see_every_message(together: list[list[int]]) -> None:
@@ -185,7 +187,7 @@ def test_mods_see_every_message(together: list[list[int]]) -> None:
         seen.append(int(context.node_config["partition-id"]))
         return call_next(message, context)
 
-    replies = TaskClientApp(config(), mods=[mod]).batch([train(arrays())] * 2, contexts([1, 2]))
+    replies = run(TaskClientApp(config(), mods=[mod]), [train(arrays()), train(arrays())], contexts([1, 2]))
     assert seen == [1, 2]
     assert together == [[1], [2]]
     assert all(isinstance(reply, Message) for reply in replies)
@@ -195,21 +197,4 @@ def test_a_batch_works_after_the_journey_to_another_process() -> None:
     app = make_client_app(config())
     travelled = cloudpickle.loads(cloudpickle.dumps(app))
     message = train(arrays())
-    for one, other in zip(travelled.batch([message], contexts([1])), app.batch([message], contexts([1])), strict=True):
-        assert_same_reply(one, other)
-
-
-def test_replies_hold_what_numpy_saves() -> None:
-    task = ClassificationTask(config())
-    client = TaskClient(task, 3)
-    result = client.fit(FitIns(ndarrays_to_parameters(arrays()), {"server_round": 1}))
-    model = task.new_model()
-    task.train(model, 3, 1)
-    assert result.parameters.tensors == ndarrays_to_parameters(get_arrays(model)).tensors
-    assert result.parameters.tensors == [encode(array) for array in get_arrays(model)]
-    assert result.parameters.tensor_type == "numpy.ndarray"
-
-
-def test_parameters_are_not_for_the_asking() -> None:
-    client = TaskClient(ClassificationTask(config()), 3)
-    assert client.get_parameters(GetParametersIns({})).status.code == Code.GET_PARAMETERS_NOT_IMPLEMENTED
+    assert_same_reply(run(travelled, [message], contexts([1]))[0], single(app, message, contexts([1])[0]))
