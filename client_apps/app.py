@@ -71,7 +71,7 @@ class TaskClientApp(ClientApp):
         self._together = not mods
 
     def fit_many(self, ins: FitIns, contexts: Sequence[Context]) -> list[FitRes] | None:
-        """Train many clients that received the same, at once (bit for bit as alone, see `client_apps.vectorized`).
+        """Train many clients that received the same, at once, as each alone (how exactly: `client_apps.vectorized`).
 
         Parameters
         ----------

@@ -375,7 +375,7 @@ class ClientUpdates:
                 pieces = [flat[t][i][source] for i in range(first, last) for t, source in parts]
                 np.concatenate(pieces, out=to[first * len(to) // rows : last * len(to) // rows])
 
-            if len(stage) < _PARALLEL:
+            if m < 2 or len(stage) < _PARALLEL:
                 copy(0, m)
             else:  # NumPy copies without holding the interpreter
                 list(_copiers().map(copy, (0, m // 2), (m // 2, m)))

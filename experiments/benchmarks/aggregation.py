@@ -39,6 +39,8 @@ from client_apps import models
 from strategies import CRAFT, FedAvg, FedAvgM, LayerMap, UpdateStrategy
 from strategies.solvers import craft
 
+from .cells import machine_memory
+
 Results = list[tuple[ClientProxy, FitRes]]
 Row = dict[str, Any]
 
@@ -270,9 +272,6 @@ def run(
         Rows with the keys of `FIELDS`, those that apply.
     """
     rows: list[Row] = []
-    # Without it, threads that wait for each other spin, and on a machine with other work to do this measures
-    # that work. OpenMP reads it as a process starts.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     context = multiprocessing.get_context("spawn")
     for name in names:
         layers = LayerMap.from_module(make_model(name))
@@ -382,7 +381,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), help="default: all")
     parser.add_argument("--clients", type=int, nargs="+", metavar="M", help=f"default: {CLIENTS}")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--max-gb", type=float, default=3.0, help="skip rounds whose updates take more than this")
+    parser.add_argument(
+        "--max-gb", type=float, default=0.2 * machine_memory() / 2**30,
+        help="skip rounds whose updates take more than this; default: a fifth of the memory",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("outputs/bench"))
     args = parser.parse_args(argv)
     names = args.models or (["mlp-small", "mlp", "resnet20"] if args.quick else list(MODELS))

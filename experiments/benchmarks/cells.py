@@ -53,14 +53,14 @@ def answer(asked: list[str], **functions: Callable[..., dict[str, Any]]) -> None
     Path(out).write_text(json.dumps(functions[function](**json.loads(given))))
 
 
-def simulate(engine: str, server: ServerApp, client: ClientApp, clients: int, store: int) -> None:
+def simulate(engine: str, server: ServerApp, client: ClientApp, clients: int, store: int, gpus: float = 0.0) -> None:
     """Run both apps on an engine: "stock" (Flower's simulation), "ray" or "serial"; `store` bytes of shared memory."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     init: Any = {
         "num_cpus": os.cpu_count(), "object_store_memory": store, "include_dashboard": False, "log_to_driver": False,
         "logging_level": logging.ERROR,
     }  # fmt: skip
-    resources: Any = {"num_cpus": 1, "num_gpus": 0.0}
+    resources: Any = {"num_cpus": 1, "num_gpus": gpus}
     if engine == "stock":
         from flwr.simulation import run_simulation
 

@@ -41,9 +41,12 @@ from strategies import FedAvg, LayerMap, partition_order
 
 from .cells import answer, cell, machine_memory, peak_memory, simulate
 
+_MODULE = "experiments.benchmarks.engines"  # whatever name it runs under
 # Floats of a payload of 40 bytes, of a ResNet-20 (1.08 MB), and of 6.9 MB.
 PAYLOADS = {"40 B": 10, "1.08 MB": 270_000, "6.9 MB": 1_725_000}
+_BARRIER = 600  # seconds; a process that died must not keep the others
 WORKLOADS = {
+    "digits": ["client.lr=0.1"],
     "W1": ["dataset=femnist", "model=mlp", "model.hidden=[200,200]", "client.lr=0.02"],
     "W2": ["dataset=cifar10", "model=resnet20", "dataset.max_samples=25", "client.lr=0.02"],
 }
@@ -107,7 +110,7 @@ def overhead(engine: str, api: str, clients: int, size: int, rounds: int) -> dic
             start = np.zeros(size, np.float32)
             for _ in range(rounds + 1):
                 times.append(-time.perf_counter())
-                replies = [start + 1 for _ in range(clients)]
+                replies = [_AddOne().fit([start], {}) for _ in range(clients)]
                 times[-1] += time.perf_counter()
                 del replies
         return _summary(times, clients, memory)
@@ -142,11 +145,21 @@ def overhead(engine: str, api: str, clients: int, size: int, rounds: int) -> dic
 # ---- training ----------------------------------------------------------------------------------------------------
 
 
-def training(engine: str, workload: str, per_round: int, rounds: int, data_dir: str) -> dict[str, Any]:
+def training(
+    engine: str,
+    workload: str,
+    per_round: int,
+    rounds: int,
+    data_dir: str,
+    *,
+    vectorize: Any = "auto",
+    gpus: float = 0.0,
+) -> dict[str, Any]:
     """Seconds of a round of FedAvg over 1000 clients of about 14 or 20 samples; the first round is left out."""
     cfg = compose([
         *WORKLOADS[workload], f"data_dir={data_dir}", "num_clients=1000", "dataset.partition.kind=iid",
-        "client.batch_size=20", f"clients_per_round={per_round}", "strategy=fedavg",
+        "client.batch_size=20", f"clients_per_round={per_round}", "strategy=fedavg", f"client.vectorize={vectorize}",
+        f"client.device={'cuda' if gpus else 'cpu'}",
     ])  # fmt: skip
     task = check(cfg)
     times: list[float] = []
@@ -156,9 +169,9 @@ def training(engine: str, workload: str, per_round: int, rounds: int, data_dir: 
         return _summary(times, per_round, memory)
 
     class Timed(FedAvg):
-        def configure_fit(self, *given: Any) -> Any:
+        def configure_fit(self, *given: Any, **named: Any) -> Any:
             times.append(-time.perf_counter())
-            return super().configure_fit(*given)
+            return super().configure_fit(*given, **named)
 
         def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
             assert len(results) == per_round
@@ -184,7 +197,7 @@ def training(engine: str, workload: str, per_round: int, rounds: int, data_dir: 
         ServerApp(server_fn=lambda _: parts)(grid, context)
 
     with peak_memory() as memory:
-        simulate(engine, app, make_client_app(cfg), 1000, 2 * 2**30)
+        simulate(engine, app, make_client_app(cfg), 1000, 2 * 2**30, gpus)
     return _summary(times, per_round, memory)
 
 
@@ -206,7 +219,7 @@ def loop(task: Task, cfg: dict[str, Any], per_round: int, rounds: int, processes
     def work(rank: int) -> None:
         parameters = list(model.parameters())
         for cohort in cohorts:
-            go.wait()
+            go.wait(_BARRIER)
             if rank == 0:
                 times.append(-time.perf_counter())
             for each in sums[rank]:
@@ -226,7 +239,7 @@ def loop(task: Task, cfg: dict[str, Any], per_round: int, rounds: int, processes
                 with torch.no_grad():
                     for s, p in zip(sums[rank], parameters, strict=True):
                         s.add_(p, alpha=len(labels) / total)
-            done.wait()
+            done.wait(_BARRIER)
             if rank == 0:
                 for i, w in enumerate(weights):
                     w.copy_(torch.stack([s[i] for s in sums]).sum(0))
@@ -264,8 +277,8 @@ def run(
     rows: list[dict[str, Any]] = []
 
     def add(section: str, what: str, who: str, **given: Any) -> None:
-        progress(f"{section}: {what}, {who}")
-        rows.append({"section": section, "what": what, "engine": who, **cell(__name__, section, **given)})
+        progress(f"{section}: {what}, {who} ...")
+        rows.append({"section": section, "what": what, "engine": who, **cell(_MODULE, section, **given)})
 
     for name in payloads:
         for clients in sizes:
@@ -285,11 +298,38 @@ def run(
     for workload, per_round in (("W1", 100), ("W1", 1000), ("W2", 100)):
         if per_round > max(sizes):
             continue
-        for engine in ("stock", "ray", "serial", "loop1", f"loop{os.cpu_count()}"):
+        cores = os.cpu_count() or 1
+        engines: dict[str, dict[str, Any]] = {
+            "stock": {}, "ray": {}, "serial": {}, **{f"loop{n}": {} for n in {1, cores}},
+            # What training many clients at once is worth.
+            "ray, one by one": {"vectorize": False}, "ray, at once": {"vectorize": True},
+        }  # fmt: skip
+        if torch.cuda.is_available():
+            gpu = {"gpus": 1 / min(4, cores)}
+            engines |= {
+                "ray, GPU, one by one": {**gpu, "vectorize": False},
+                "ray, GPU, at once": {**gpu, "vectorize": True},
+            }
+        for engine, options in engines.items():
             few = 2 if workload == "W2" or engine == "stock" else 4 * rounds
-            add("training", f"{workload}, {per_round} of 1000 clients a round", engine, engine=engine,
-                workload=workload, per_round=per_round, rounds=few, data_dir=str(Path(data_dir).resolve()))  # fmt: skip
+            add(
+                "training", f"{workload}, {per_round} of 1000 clients a round", engine,
+                engine=engine.partition(",")[0], workload=workload, per_round=per_round, rounds=few,
+                data_dir=str(Path(data_dir).resolve()), **options,
+            )  # fmt: skip
     return rows
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Add how many times as fast a row is as Flower's simulation through the same API, else through its faster one."""
+    for row in rows:
+        stock = [
+            r for r in rows if (r["section"], r["what"]) == (row["section"], row["what"])
+            and r["engine"].startswith("stock") and "seconds" in r
+        ]  # fmt: skip
+        same = [r for r in stock if r["engine"].partition(" ")[2] == row["engine"].partition(" ")[2]]
+        if stock and "seconds" in row:
+            row["ratio"] = min(r["seconds"] for r in same or stock) / row["seconds"]
 
 
 def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
@@ -297,16 +337,14 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
     made = []
     for section in ("overhead", "training"):
         table = Table(
-            "what", "engine", "ms a client", "clients/s", "times as fast as stock", "server MB: own", "shared", "peak",
+            "what", "engine", "ms a client", "clients/s", "x stock", "server: own MB", "shared", "peak",
             title=section,
         )  # fmt: skip
         for row in (r for r in rows if r["section"] == section):
             if "seconds" not in row:
-                table.add_row(row["what"], row["engine"], row["note"])
+                table.add_row(row["what"], row["engine"], row["note"][-80:])
                 continue
-            stock = [r for r in rows if (r["section"], r["what"]) == (section, row["what"])
-                     and r["engine"].startswith("stock") and "seconds" in r]  # fmt: skip
-            ratio = f"{min(r['seconds'] for r in stock) / row['seconds']:.1f}" if stock else ""
+            ratio = f"{row['ratio']:.1f}" if "ratio" in row else ""
             table.add_row(row["what"], row["engine"], f"{row['ms_per_client']:.3f}", f"{row['clients_per_s']:.0f}",
                           ratio, f"{row['own_mb']:.0f}", f"{row['shared_mb']:.0f}", f"{row['all_mb']:.0f}")  # fmt: skip
         if table.row_count:
@@ -344,8 +382,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def save(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """Write engines.csv and engines.png."""
     out.mkdir(parents=True, exist_ok=True)
-    keys = ["section", "what", "engine", "seconds", "ms_per_client", "clients_per_s", "rounds", "own_mb", "shared_mb",
-            "all_mb", "note"]  # fmt: skip
+    keys = ["section", "what", "engine", "seconds", "ms_per_client", "clients_per_s", "ratio", "rounds", "own_mb",
+            "shared_mb", "all_mb", "note"]  # fmt: skip
     text = io.StringIO()
     writer = csv.DictWriter(text, keys)
     writer.writeheader()
@@ -373,6 +411,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         data_dir=None if args.only == "overhead" else args.data_dir,
         progress=console.print,
     )
+    add_ratios(rows)
     for table in tables(rows):
         console.print(table)
     save(rows, args.out)

@@ -32,6 +32,7 @@ from strategies import CRAFT
 
 from .cells import answer, cell, peak_memory, simulate
 
+_MODULE = "experiments.benchmarks.growth"  # whatever name it runs under
 BASE = {"registered": 1000, "cohort": 30, "parameters": 270_000, "layers": 22}
 SERIES = {
     "registered": (100, 300, 1000, 3000, 10_000),
@@ -74,9 +75,9 @@ def measure(registered: int, cohort: int, parameters: int, layers: int, rounds: 
     class Timed(CRAFT):
         mark = 0.0
 
-        def configure_fit(self, *given: Any) -> Any:
+        def configure_fit(self, *given: Any, **named: Any) -> Any:
             seen["setup" if not seen["setup"] else "rest"].append(time.perf_counter() - self.mark)
-            result = super().configure_fit(*given)
+            result = super().configure_fit(*given, **named)
             self.mark = time.perf_counter()
             return result
 
@@ -122,7 +123,7 @@ def run(
             progress(f"growth: {name} = {value}")
             given = {**BASE, name: value}
             given["registered"] = max(given["registered"], given["cohort"])
-            rows.append({"series": name, "value": value, **cell(__name__, "measure", **given)})
+            rows.append({"series": name, "value": value, **cell(_MODULE, "measure", **given)})
     return rows
 
 
@@ -187,6 +188,12 @@ def save(rows: Sequence[dict[str, Any]], out: Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
     (out / "growth.csv").write_text(text.getvalue())
+    lines = ["series,cost,factor,exponent"]
+    for name in dict.fromkeys(r["series"] for r in rows):
+        for cost in COSTS:
+            if (found := fit(rows, name, cost)) is not None:
+                lines.append(f"{name},{cost},{found[0]:.4g},{found[1]:.3f}")
+    (out / "growth_fits.csv").write_text("\n".join(lines) + "\n")
     plot(rows, out / "growth.png")
 
 

@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from . import internals
+from .ray_settings import quiet_ray
 from .serial import SerialGrid
 from .virtual import EngineFailed, VirtualGrid
 
@@ -37,9 +38,6 @@ def run(cfg: Mapping[str, Any], server_app: ServerApp, client_app: ClientApp) ->
         Whatever the ServerApp raised.
     """
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Ray announces a future default at every start; choosing it now silences that.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     engine = {"flower": _run_flower, "ray": _run_ray, "serial": _run_serial}[cfg["simulation"]["engine"]]
     with flower_log_to(Path(cfg["output_dir"]) / "flower.log"):
         engine(cfg, server_app, client_app)
@@ -50,6 +48,7 @@ def _run_flower(cfg: Mapping[str, Any], server_app: ServerApp, client_app: Clien
     # configuration.
     from flwr.simulation import run_simulation
 
+    quiet_ray()
     _announce(cfg)
     run_simulation(
         server_app=server_app,
@@ -65,11 +64,15 @@ def _run_ray(cfg: Mapping[str, Any], server_app: ServerApp, client_app: ClientAp
     _announce(cfg)
     # Hundreds of thousands of objects of loaded libraries will stay: the collector need not look through them again
     # each time a round has made some thousand messages.
+    gc.collect()
     gc.freeze()
-    with RayGrid(
-        client_app, cfg["num_clients"], client_resources=_client_resources(cfg), init_args=_init_args(cfg)
-    ) as grid:
-        serve_on(grid, server_app)
+    try:
+        with RayGrid(
+            client_app, cfg["num_clients"], client_resources=_client_resources(cfg), init_args=_init_args(cfg)
+        ) as grid:
+            serve_on(grid, server_app)
+    finally:
+        gc.unfreeze()
 
 
 def _run_serial(cfg: Mapping[str, Any], server_app: ServerApp, client_app: ClientApp) -> None:

@@ -6,6 +6,7 @@ Flower promises none of it. `tests/experiments/test_flower_internals.py` fails a
 from __future__ import annotations
 
 import functools
+import sys
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,21 +16,22 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, Metadata, MetricRecord, RecordDict
 from flwr.app.message.message import make_message
 from flwr.common import Code, EvaluateIns, FitIns, FitRes, Parameters, Status
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode, SType
 from flwr.compat.common import recorddict_compat as compat
 from flwr.server import server
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.compat.grid_client_proxy import GridClientProxy
 from flwr.supercore.date import now
-from flwr.supercore.run import Run
+from flwr.supercore.run import Run as Run
 from flwr.supercore.task_identity import TaskIdentity
 from numpy.typing import NDArray
 
-from strategies.updates import decode
+from strategies.updates import UnusableTensor, decode
 
 CLIENT_RAISED = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
 CLIENT_CRASHED = ErrorCode.CLIENT_APP_CRASHED
 NO_REPLY = ErrorCode.REPLY_MESSAGE_UNAVAILABLE
+_UNUSED = 3
 NO_NODE = ErrorCode.NODE_UNAVAILABLE
 EMPTY = compat.EMPTY_TENSOR_KEY
 
@@ -67,7 +69,10 @@ class SharedArray(Array):
 
     def numpy(self) -> NDArray[Any]:
         """Return a copy as a NumPy array."""
-        return decode(self.buffer).copy()
+        try:
+            return decode(self.buffer).copy() if self.stype == SType.NUMPY else super().numpy()
+        except UnusableTensor:  # no number of ours; Flower reads more
+            return super().numpy()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Array):
@@ -206,9 +211,10 @@ def whole_rounds(grid: Exchanger) -> Iterator[None]:
     """While the block runs, Flower's legacy servers send the instructions of a round on `grid` in one call.
 
     As it is, `flwr.server.Server` sends each by itself, from a few threads, and keeps the results of a round in
-    memory until those of the next are complete; here they are let go when the next begins.
+    memory until those of the next are complete; here they are let go when the next begins, unless somebody else
+    (a strategy) holds on to the list.
     """
-    theirs = server.fit_clients, server.evaluate_clients
+    theirs = server_fit, _ = server.fit_clients, server.evaluate_clients
     last: list[list[Any]] = []
     mine: object = grid
 
@@ -219,10 +225,14 @@ def whole_rounds(grid: Exchanger) -> Iterator[None]:
         ) -> Any:
             if not all(isinstance(p, GridClientProxy) and p.grid is mine for p, _ in client_instructions):
                 return original(client_instructions, max_workers, timeout, group_id)
-            while last:
-                last.pop().clear()
+            if original is server_fit:
+                # References: `last`, the tuple in the server's frame, and the call's own.
+                if last and sys.getrefcount(last[0]) <= _UNUSED:
+                    last[0].clear()
+                last.clear()
             results, failures = exchange(grid, client_instructions, timeout, group_id)
-            last.append(results)
+            if original is server_fit:
+                last.append(results)
             return results, failures
 
         return clients
@@ -285,7 +295,8 @@ def _fit_result(content: RecordDict, views: bool) -> FitRes:
     if not views:
         return compat.recorddict_to_fitres(content, keep_input=False)
     arrays = content["fitres.parameters"]
-    assert isinstance(arrays, ArrayRecord)
+    if not isinstance(arrays, ArrayRecord):
+        raise TypeError("fitres.parameters is not an ArrayRecord")
     tensors: list[Any] = [a.buffer if isinstance(a, SharedArray) else a.data for k, a in arrays.items() if k != EMPTY]
     kind = next(iter(arrays.values())).stype if arrays else ""
     metrics, status = content["fitres.metrics"], content["fitres.status"]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.clientapp import ClientApp
@@ -29,6 +29,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from client_apps.errors import ConfigError
 
 from . import internals, wire
+from .ray_settings import quiet_ray
 from .ray_worker import ClientWorker, Job, Outcome
 from .virtual import FIRST_NODE, EngineFailed, VirtualGrid
 
@@ -54,6 +55,7 @@ class _Task:
     """A message on its way."""
 
     message: Message
+    id: str
     records: list[tuple[str, Any]]
     """(name, `_Content` or packed record)"""
     deadline: float
@@ -104,7 +106,8 @@ class RayGrid(VirtualGrid):
     `Context.state` across rounds, wherever it runs next. A client that raises gives an error reply. When an
     actor dies, it is replaced, and the clients it was running run once more, each by itself; one that dies
     again gives an error reply. A client that does not answer in time gives an error reply, its actor is
-    replaced, and the clients that waited behind it run elsewhere.
+    replaced, and the clients that waited behind it run elsewhere (unless it trains with others at once, or never
+    lets go of the interpreter: then their time is over, too).
 
     Parameters
     ----------
@@ -172,6 +175,7 @@ class RayGrid(VirtualGrid):
             for thread in self._workers:
                 thread.start()
         except BaseException:
+            self._closing = True
             self._disconnect()
             raise
 
@@ -184,12 +188,14 @@ class RayGrid(VirtualGrid):
     def close(self) -> None:
         """End the workers, and Ray if it was started here. Replies not pulled are lost."""
         with self._guard:
+            if self._closing:
+                return
             self._closing = True
             self._guard.notify_all()
         for thread in self._workers:
             thread.join(timeout=30)
-        self._replies.clear()
-        self._contents.clear()
+        for held in (self._replies, self._contents, self._tasks, self._queue, self._states):
+            held.clear()
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -244,7 +250,7 @@ class RayGrid(VirtualGrid):
             left = message.metadata.created_at + message.metadata.ttl - time.time()
             with self._guard:
                 self._check()
-                task = _Task(message, self._contents.split(message), min(latest, time.monotonic() + left), own)
+                task = _Task(message, ids[-1], self._contents.split(message), min(latest, time.monotonic() + left), own)
                 self._tasks[ids[-1]] = task
                 self._queue.append(task)
             if len(ids) % _WAKE == 0:
@@ -282,10 +288,9 @@ class RayGrid(VirtualGrid):
 
     def _finish(self, task: _Task, reply: Message) -> None:
         task.done = True
-        message_id = task.message.metadata.message_id
-        del self._tasks[message_id]
+        del self._tasks[task.id]
         self._contents.drop(task.records)
-        self._replies[message_id] = reply
+        self._replies[task.id] = reply
         self._guard.notify_all()
 
     def _deliver(self, task: _Task, outcome: Outcome, lease: object) -> None:
@@ -309,14 +314,16 @@ class RayGrid(VirtualGrid):
     def _work(self) -> None:
         """Keep one actor supplied, and replace it when it dies."""
         while not (self._closing or self._broken):
-            actor = self._make()
+            actor = None
             try:
+                actor = self._make()
                 if self._await_start(actor):
                     self._supply(actor)
             except Exception as error:
                 logger.exception("a worker's thread failed")
+                what = "Ray failed" if isinstance(error, RayError) else "the simulation engine has a defect"
                 with self._guard:
-                    self._broken = f"the simulation engine has a defect: {error!r}"
+                    self._broken = f"{what}: {' '.join(str(error).split())[:600] or repr(error)}"
                     self._guard.notify_all()
                 return
             finally:
@@ -329,9 +336,11 @@ class RayGrid(VirtualGrid):
             if ray.wait([ref], timeout=_POLL_SECONDS)[0]:
                 try:
                     ray.get(ref)
-                except RayActorError as error:
-                    if not isinstance(error.__cause__, RayTaskError) and "creation task" not in str(error):
-                        return False  # its node went away: try again
+                except RayError as error:
+                    if not isinstance(error, RayActorError) or "creation task" not in str(error):
+                        with self._guard:
+                            self._guard.wait(1.0)
+                        return False  # its node went away, or was out of memory: try again
                     reason = " ".join(str(error).split())[-600:]
                     with self._guard:
                         self._broken = f"Ray workers cannot load the ClientApp: {reason}"
@@ -355,6 +364,7 @@ class RayGrid(VirtualGrid):
                         break
                     sent.append(self._send(actor, number, tasks))
                     number += 1
+                    del tasks
                 if not sent:
                     return
                 batch = sent[0]
@@ -380,6 +390,8 @@ class RayGrid(VirtualGrid):
                     warm = True
                     if sent:
                         sent[0].began = time.monotonic()
+                    del outcomes  # or an idle worker's thread would keep its last replies in shared memory
+                del batch
         finally:
             with self._guard:
                 self._alive -= 1
@@ -449,7 +461,7 @@ class RayGrid(VirtualGrid):
     def _patience(self, batch: _Batch) -> float:
         """Seconds until somebody should look after a batch."""
         now = time.monotonic()
-        until = min(task.deadline for task in batch.tasks.values())
+        until = min((task.deadline for task in batch.tasks.values() if not task.done), default=now)
         if not batch.released:
             until = min(until, batch.began + max(_OVERDUE * batch.expected, _OVERDUE_SECONDS))
         return min(max(until - now, 0.01), 1.0)
@@ -460,7 +472,7 @@ class RayGrid(VirtualGrid):
         batch = sent[0]
         over = any(task.done or task.deadline <= now for task in batch.tasks.values())
         late = now > batch.began + max(_OVERDUE * batch.expected, _OVERDUE_SECONDS)
-        waiting = len(batch.tasks) + len(sent) > 2 or len(batch.tasks) > 1
+        waiting = len(batch.tasks) + len(sent) > 2
         if not batch.released and (over or (late and waiting)):
             for each in list(sent):
                 self._recall(actor, each, sent)
@@ -598,7 +610,7 @@ class _Contents:
         key = _fingerprint(arrays)
         for content in self._by_content.get(key, ()):
             # Comparing memory is several times faster than hashing it.
-            if all(x[4].data == y[4].data for x, y in zip(content.arrays, arrays, strict=True)):
+            if all(np.array_equal(x[4], y[4]) for x, y in zip(content.arrays, arrays, strict=True)):
                 return content
         content = _Content(self._count, arrays, identity, sources)
         self._count += 1
@@ -623,9 +635,7 @@ def _fingerprint(arrays: Sequence[wire.PackedArray]) -> tuple[Any, ...]:
 
 
 def _start_ray(init_args: Mapping[str, Any]) -> None:
-    # Ray announces a future default at every start; choosing it now silences that.
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet_ray()
     args = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **init_args}
     try:
         ray.init(**args)
@@ -646,7 +656,7 @@ def _capacity(resources: Mapping[str, float]) -> tuple[int, float]:
         if not node["Alive"]:
             continue
         has = node["Resources"]
-        fits = [int(has.get(kind, 0) / n) for kind, n in (("CPU", cpus), ("GPU", gpus)) if n > 0]
+        fits = [math.floor(has.get(kind, 0) / n + 1e-9) for kind, n in (("CPU", cpus), ("GPU", gpus)) if n > 0]
         size += min(fits, default=1)
         largest = {kind: max(largest[kind], has.get(kind, 0)) for kind in largest}
         if node["NodeID"] == here:

@@ -126,19 +126,19 @@ class ClientWorker:
         -------
         (str, list of int, list of Outcome)
             "finished": `run` has returned or is about to; nothing changes. "unstarted": no job of it has begun
-            and none will. "running": the indices of the jobs in progress, which `run` will still return, and
-            the outcomes so far, which it will not; jobs in neither have not begun and will not.
+            and none will. "running": the indices of the jobs in progress, if any, which `run` will still return,
+            and the outcomes so far, which it will not; jobs in neither have not begun and will not.
         """
         with self._lock:
             batch = self._open.get(number)
             if batch is None and number > self._last:
                 self._recalled.add(number)
                 return "unstarted", [], []
-            if batch is None or not batch.running:
+            if batch is None or not (batch.running or batch.pending):
                 return "finished", [], []
             done, batch.done = batch.done, []
             batch.pending.clear()
-            return "running", batch.running, done
+            return "running", list(batch.running), done
 
     def _load(self, contents: Mapping[int, Any]) -> None:
         """Fetch the contents not at hand, as bytes: Flower's clients know nothing else."""
@@ -169,7 +169,7 @@ class ClientWorker:
             before = [_snapshot(context.state) for context in contexts]
             try:
                 results = self._app.fit_many(ins, contexts)  # type: ignore[attr-defined]
-            except Exception:  # noqa: BLE001  run one by one, the culprit alone fails, and says why
+            except (Exception, SystemExit):  # noqa: BLE001  run one by one, the culprit alone fails, and says why
                 continue
             for i, result, context, old in zip(members, results or (), contexts, before, strict=False):
                 head = internals.reply_head(jobs[i].head)

@@ -60,7 +60,7 @@ class SerialGrid(VirtualGrid):
             )
         try:
             reply = self._app(message=message, context=self._contexts[node])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             logging.getLogger("flwr").exception("client %d raised", node - FIRST_NODE)
             return internals.error_reply(message, internals.CLIENT_RAISED, f"{type(error).__name__}: {error}")
         internals.name(reply)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.run import Run
 
 from . import internals
+from .internals import Run
 
 FIRST_NODE = 1000
 """Node ids are partition ids plus this; Flower keeps the small numbers for itself."""

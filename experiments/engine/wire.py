@@ -21,7 +21,10 @@ PackedRecord = tuple[str, str, Any]
 
 
 class SharedBytes(np.ndarray):
-    """A one-dimensional uint8 array in shared memory; `lease` lives as long as any view of the memory does."""
+    """A one-dimensional uint8 array in shared memory.
+
+    `lease` lives as long as a view of it made by slicing or `numpy.frombuffer` does.
+    """
 
     lease: object = None
 

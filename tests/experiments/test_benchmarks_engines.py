@@ -22,6 +22,17 @@ def test_the_plain_loop_holds_every_reply():
     assert found["own_mb"] >= 60  # 120 MB of replies, less what was resident before
 
 
+@pytest.mark.parametrize("engine", ["loop2", "serial"])
+def test_a_training_cell_trains_whole_rounds(engine):
+    found = cells.cell(
+        "experiments.benchmarks.engines", "training", engine=engine, workload="digits", per_round=10, rounds=2,
+        data_dir=".",
+    )  # fmt: skip
+    assert "note" not in found, found
+    assert found["rounds"] == 2
+    assert found["clients_per_s"] == pytest.approx(10 / found["seconds"])
+
+
 def test_a_growth_cell_measures_each_cost():
     found = cells.cell(
         "experiments.benchmarks.growth", "measure", registered=8, cohort=4, parameters=400, layers=4, rounds=1
@@ -42,15 +53,16 @@ def row(section, what, engine, seconds):
             "clients_per_s": 100 / seconds, **rest}  # fmt: skip
 
 
-def test_ratios_are_to_flowers_faster_api(tmp_path):
+def test_ratios_are_to_flowers_same_api(tmp_path):
     rows = [
         row("overhead", "a", "stock message", 30.0), row("overhead", "a", "stock legacy", 60.0),
-        row("overhead", "a", "ray message", 2.0),
+        row("overhead", "a", "ray message", 2.0), row("overhead", "a", "ray legacy", 2.0),
         {"section": "overhead", "what": "b", "engine": "ray", "note": "failed"},
         row("training", "W1", "stock", 10.0), row("training", "W1", "ray", 0.5),
     ]  # fmt: skip
+    engines.add_ratios(rows)
     overhead, training = engines.tables(rows)
-    assert list(overhead.columns[4].cells) == ["1.0", "0.5", "15.0", ""]
+    assert list(overhead.columns[4].cells) == ["1.0", "1.0", "15.0", "30.0", ""]
     assert list(training.columns[4].cells) == ["1.0", "20.0"]
     engines.save(rows, tmp_path)
     with (tmp_path / "engines.csv").open() as file:

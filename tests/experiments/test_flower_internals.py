@@ -1,6 +1,7 @@
 """What `experiments.engine.internals` takes for granted about Flower; a new Flower that breaks it fails here first."""
 
 import inspect
+import weakref
 
 import flwr.server.server
 import numpy as np
@@ -165,13 +166,18 @@ def test_failures_are_kept_apart_from_results():
     assert len({id(m.content) for m in grid.seen[-4:]}) == 1
 
 
-def test_a_legacy_servers_round_is_one_exchange_and_lets_go_of_the_last():
-    rounds = []
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_legacy_servers_round_is_one_exchange_and_lets_go_of_the_last(keeps):
+    rounds, seen = [], []
 
     class Seeing(FedAvg):
         def aggregate_fit(self, server_round, results, failures):
-            rounds.append(results)
-            assert [len(r) for r in rounds] == [0] * (server_round - 1) + [4]
+            # Results of the round before are gone, unless the strategy has kept the list.
+            assert [ref() is not None for ref in seen] == [keeps] * len(seen)
+            seen.extend(weakref.ref(res) for _, res in results)
+            if keeps:
+                rounds.append(results)
+                assert [len(r) for r in rounds] == [4] * server_round
             return super().aggregate_fit(server_round, results, failures)
 
     calls = []

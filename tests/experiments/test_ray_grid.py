@@ -4,14 +4,23 @@ import copy
 import gc
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
 from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.common import FitIns, ndarrays_to_parameters
+from flwr.compat.common import recorddict_compat as compat
 
+from client_apps import make_client_app
+from client_apps.arrays import get_arrays
 from client_apps.errors import ConfigError
-from experiments.engine import EngineFailed, SerialGrid, serve_on
+from client_apps.tasks import build
+from experiments.config import compose
+from experiments.engine import EngineFailed, SerialGrid, ray_grid, serve_on
 from experiments.engine.internals import SharedArray
 from experiments.engine.ray_grid import RayGrid
 from experiments.engine.virtual import FIRST_NODE
@@ -84,7 +93,7 @@ def busy(grid) -> None:
     pytest.fail("the second worker did not start")
 
 
-def test_both_apis_give_what_one_process_gives(make):
+def test_flowers_legacy_server_and_strategy_run_unchanged(make):
     found, expected = [], []
     serve_on(make(apps.legacy_app), apps.legacy_server(2, 12, found, initial_parameters=apps.INITIAL))
     serve_on(SerialGrid(apps.legacy_app, 12), apps.legacy_server(2, 12, expected, initial_parameters=apps.INITIAL))
@@ -95,6 +104,69 @@ def test_both_apis_give_what_one_process_gives(make):
             np.testing.assert_array_equal(x, y)
     # Weights 1..12 on additions of 1..12: the mean is Σ k² / Σ k = 650 / 78 a round.
     np.testing.assert_allclose(found[-1][2][0], 2 * 650 / 78, rtol=1e-6)
+
+
+def test_flowers_message_strategy_runs_unchanged(make):
+    found, expected = [], []
+    serve_on(make(), apps.message_server(2, 12, found))
+    serve_on(SerialGrid(apps.message_app, 12), apps.message_server(2, 12, expected))
+    (arrays, evaluated), (same, also) = found[0], expected[0]
+    for x, y in zip(arrays, same, strict=True):
+        assert x.dtype == y.dtype
+        # Flower adds replies up as they come in.
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    np.testing.assert_allclose(arrays[0], apps.START[0] + 2 * 650 / 78, rtol=1e-6)
+    assert evaluated.keys() == also.keys() == {1, 2}
+    assert evaluated[2]["mean"] == pytest.approx(also[2]["mean"])
+
+
+@pytest.mark.parametrize("vectorize", ["auto", "false"])
+def test_batches_of_any_size_give_the_same_bits(make, monkeypatch, vectorize):
+    cfg = compose(["num_clients=24", "client.lr=0.1", "client.momentum=0.5", f"client.vectorize={vectorize}"])
+    start = ndarrays_to_parameters(get_arrays(build(cfg).new_model()))
+    content = compat.fitins_to_recorddict(FitIns(start, {"server_round": 1}), keep_input=True)
+    nodes = range(FIRST_NODE, FIRST_NODE + 24)
+    found = []
+    for size in (1, 5, 1000):
+        monkeypatch.setattr(RayGrid, "_batch_size", lambda self, size=size: size)
+        grid = make(make_client_app(cfg), 24)
+        for _ in range(2):  # a worker's first batch is always of one client
+            replies = list(grid.send_and_receive([Message(content, node, "train") for node in nodes], timeout=300))
+        assert not any(reply.has_error() for reply in replies)
+        found.append({
+            r.metadata.src_node_id: [a.data for a in r.content["fitres.parameters"].values()] for r in replies
+        })  # fmt: skip
+        grid.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_closing_wakes_who_is_waiting(make):
+    grid = make()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: list(grid.send_and_receive(apps.messages(NODES, hang=[0, 1, 2, 3]))))
+        while not grid._tasks:
+            assert not waiting.done()
+        grid.close()
+        with pytest.raises(EngineFailed, match="closed"):
+            waiting.result(timeout=60)
+    grid.close()  # once more is once too often, and harmless
+
+
+def test_fractions_of_gpus_decide_how_many_clients_run(monkeypatch):
+    def node(name, **resources):
+        return {"Alive": name != "dead", "NodeID": name, "Resources": resources}
+
+    nodes = [
+        node("here", CPU=4, GPU=1, object_store_memory=1e9), node("there", CPU=16, GPU=4, object_store_memory=5e9),
+        node("dead", CPU=99, GPU=99),
+    ]  # fmt: skip
+    monkeypatch.setattr(ray_grid.ray, "nodes", lambda: nodes)
+    here = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr(ray_grid.ray, "get_runtime_context", lambda: here)
+    assert ray_grid._capacity({"num_cpus": 1, "num_gpus": 0.0}) == (20, 1e9)
+    assert ray_grid._capacity({"num_cpus": 1, "num_gpus": 0.25}) == (4 + 16, 1e9)
+    assert ray_grid._capacity({"num_cpus": 2, "num_gpus": 0.1}) == (2 + 8, 1e9)
+    assert ray_grid._capacity({"num_cpus": 0, "num_gpus": 1}) == (5, 1e9)
 
 
 def test_a_client_gives_the_initial_parameters(make):
@@ -267,3 +339,20 @@ def test_shared_arrays_are_arrays(grid):
         ArrayRecord(dict(record)).object_id == ArrayRecord({k: Array(v.numpy()) for k, v in record.items()}).object_id
     )
     assert RecordDict({"a": record})["a"].count_bytes() > 0
+
+
+def test_rounds_leave_nothing_behind(grid):
+    def own_memory() -> int:
+        gc.collect()
+        lines = dict(x.split(":", 1) for x in Path("/proc/self/status").read_text().splitlines())
+        return int(lines["RssAnon"].split()[0]) * 1024
+
+    sizes = []
+    for number in range(30):  # 24 MiB of replies a round
+        replies = ask(grid, number, start=[np.full(5, number, np.float32)], **{"reply-mb": 2})
+        assert not any(reply.has_error() for reply in replies.values())
+        del replies
+        sizes.append(own_memory())
+    assert sizes[-1] - sizes[9] < 8 * 2**20
+    assert (len(grid._tasks), len(grid._replies), len(grid._busy), len(grid._queue)) == (0, 0, 0, 0)
+    assert len(grid._contents._by_identity) <= 2

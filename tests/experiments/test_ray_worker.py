@@ -198,3 +198,38 @@ def test_a_batch_works_after_the_journey_to_another_process() -> None:
     travelled = cloudpickle.loads(cloudpickle.dumps(app))
     message = train(arrays())
     assert_same_reply(run(travelled, [message], contexts([1]))[0], single(app, message, contexts([1])[0]))
+
+
+class Asking(ClientApp):
+    """An app whose second client has its own batch released while it runs."""
+
+    worker: ClientWorker
+    told: list[Any]
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        if context.node_id == FIRST_NODE + 1:
+            self.told.append(self.worker.release(0))
+        return Message(RecordDict(), reply_to=message)
+
+
+def test_a_released_batch_is_split_into_done_running_and_not_begun() -> None:
+    app = Asking()
+    app.told = []
+    app.worker = worker = ClientWorker(app, 1, 10, {})
+    jobs = [Job((1, str(i), 1, FIRST_NODE + i, "", "", 0.0, 60.0, "query", 1, None), [], []) for i in range(4)]
+    _, rest = worker.run(0, {}, jobs)
+    status, running, done = app.told[0]
+    assert (status, running, [o.number for o in done]) == ("running", [1], [0])
+    assert [o.number for o in rest] == [1]  # 2 and 3 have not begun, and do not
+    assert worker.release(0) == ("finished", [], [])
+    assert worker.release(1) == ("unstarted", [], [])
+    assert worker.run(1, {}, jobs) == (0.0, [])
+
+
+def test_a_batch_released_while_it_loads_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = ClientWorker(ClientApp(), 1, 10, {})
+    told: list[Any] = []
+    monkeypatch.setattr(worker, "_load", lambda contents: told.append(worker.release(0)))
+    jobs = [Job((1, "0", 1, FIRST_NODE, "", "", 0.0, 60.0, "query", 1, None), [], [])]
+    assert worker.run(0, {}, jobs)[1] == []
+    assert told == [("running", [], [])]

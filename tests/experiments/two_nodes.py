@@ -25,13 +25,21 @@ CLIENTS = 12
 ENGINE, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
+def nodes_seen(number: int) -> int:
+    """On how many nodes clients of a round have begun."""
+    return len(list(FOLDER.glob(f"seen-{number}-*")))
+
+
 class SlowClient(TaskClient):
     """Says on which node it begins each round, and takes its time."""
 
     def fit(self, ins):
         node = ray.get_runtime_context().get_node_id()
         (FOLDER / f"seen-{ins.config['server_round']}-{node}").touch()
-        time.sleep(0.5)
+        until = time.monotonic() + 120
+        while ins.config["server_round"] == 1 and time.monotonic() < until and nodes_seen(1) < 2:
+            time.sleep(0.05)  # until the second node's worker is up
+        time.sleep(0.5)  # the work of a slow client, in which its node can die
         return super().fit(ins)
 
 
@@ -56,7 +64,7 @@ CFG = compose(
 def kill_one(cluster: Cluster, node) -> None:
     until = time.monotonic() + 300
     while time.monotonic() < until:
-        if len(list(FOLDER.glob("seen-2-*"))) == 2:
+        if nodes_seen(2) == 2:
             cluster.remove_node(node, allow_graceful=False)
             (FOLDER / "killed").touch()
             return

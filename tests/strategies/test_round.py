@@ -167,6 +167,17 @@ def test_a_resumed_run_continues_bit_for_bit(make):
         assert play(resumed, numbers, theta).tensors == expected.tensors
 
 
+@every_strategy
+@pytest.mark.parametrize("clients", [1, 2])
+def test_few_clients_with_a_large_layer(make, clients):
+    start = [np.zeros((600, 600), np.float32)]
+    s = make(initial_parameters=ndarrays_to_parameters(start))
+    parameters, metrics = s.aggregate_fit(1, results(start, clients), [])
+    assert metrics["clients_accepted"] == clients
+    assert np.isfinite(arrays_of(parameters)[0]).all()
+    assert np.any(arrays_of(parameters)[0])
+
+
 def json_round_trip(state):
     """What a checkpoint does: everything but the tensors through JSON."""
     return {**json.loads(json.dumps({k: v for k, v in state.items() if k != "memory"})), "memory": state["memory"]}
