@@ -43,8 +43,8 @@ SERIES = {
 COSTS = {
     "exchange": "seconds of the exchange with the clients",
     "aggregate": "seconds of CRAFT's aggregate_fit",
-    "rest": "seconds of a round besides",
-    "setup": "seconds from the ServerApp's start to round 1",
+    "rest": "seconds of sampling and all else",
+    "setup": "seconds from the ServerApp's start to the first instructions",
     "all_mb": "MB the server takes",
 }
 
@@ -76,9 +76,10 @@ def measure(registered: int, cohort: int, parameters: int, layers: int, rounds: 
         mark = 0.0
 
         def configure_fit(self, *given: Any, **named: Any) -> Any:
-            seen["setup" if not seen["setup"] else "rest"].append(time.perf_counter() - self.mark)
             result = super().configure_fit(*given, **named)
-            self.mark = time.perf_counter()
+            now = time.perf_counter()
+            seen["setup" if not seen["setup"] else "rest"].append(now - self.mark)
+            self.mark = now
             return result
 
         def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:

@@ -29,7 +29,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from client_apps.errors import ConfigError
 
 from . import internals, wire
-from .ray_settings import quiet_ray
+from .ray_settings import one_arena, quiet_ray
 from .ray_worker import ClientWorker, Job, Outcome
 from .virtual import FIRST_NODE, EngineFailed, VirtualGrid
 
@@ -638,7 +638,8 @@ def _start_ray(init_args: Mapping[str, Any]) -> None:
     quiet_ray()
     args = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **init_args}
     try:
-        ray.init(**args)
+        with one_arena():
+            ray.init(**args)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         where = f"the cluster at {args['address']}" if args.get("address") else "a Ray cluster on this machine"
         raise ConfigError(
