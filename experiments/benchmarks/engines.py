@@ -373,7 +373,8 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_yscale("log")
         axis.set_ylabel("milliseconds a client" if section == "overhead" else "clients trained a second")
         axis.set_title("Clients that do nothing" if section == "overhead" else "Whole FedAvg rounds")
-        axis.legend(fontsize=8)
+        axis.set_ylim(top=8 * axis.get_ylim()[1])  # room for the legend
+        axis.legend(fontsize=8, ncols=4, loc="upper center")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
