@@ -18,7 +18,9 @@ def test_an_overhead_cell_runs_a_round_of_all_clients():
 
 
 def test_the_plain_loop_holds_every_reply():
-    found = engines.overhead("loop", "", clients=120, size=250_000, rounds=2)
+    found = cells.cell(
+        "experiments.benchmarks.engines", "overhead", engine="loop", api="", clients=120, size=250_000, rounds=2
+    )
     assert found["own_mb"] >= 60  # 120 MB of replies, less what was resident before
 
 
