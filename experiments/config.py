@@ -37,6 +37,7 @@ _GROUPS: dict[str, set[str]] = {
     "tracking": {"tensorboard", "progress"},
 }
 # What this suite, not the configuration, hands to a strategy.
+_LEAST_STORE_MB = 75
 _RESERVED = {
     "layers", "seed", "initial_parameters", "evaluate_fn", "evaluate_metrics_aggregation_fn", "partition_order",
     "fraction_fit", "fraction_evaluate", "min_fit_clients", "min_evaluate_clients", "min_available_clients",
@@ -137,6 +138,10 @@ def _check_groups(cfg: Mapping[str, Any]) -> None:
     _require("simulation.num_cpus", sim["num_cpus"], "an integer of at least 1", is_count(sim["num_cpus"]))
     for key in ("client_cpus", "client_gpus", "object_store_mb"):
         _require(f"simulation.{key}", sim[key], "a number of at least 0", is_real(sim[key]) and sim[key] >= 0)
+    if sim["engine"] != "serial" and not sim["address"] and sim["object_store_mb"] < _LEAST_STORE_MB:
+        raise ConfigError(
+            f"simulation.object_store_mb={sim['object_store_mb']} is below {_LEAST_STORE_MB}, Ray's least; raise it."
+        )
     _require("simulation.address", sim["address"], "auto, host:port or null", isinstance(sim["address"], str | None))
     if not sim["address"] and not 0 < sim["client_cpus"] <= sim["num_cpus"]:
         raise ConfigError(

@@ -94,7 +94,13 @@ def _init_args(cfg: Mapping[str, Any]) -> dict[str, Any]:
     args = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     if sim["address"]:
         return {**args, "address": sim["address"]}
-    return {**args, "num_cpus": sim["num_cpus"], "object_store_memory": int(sim["object_store_mb"] * 2**20)}
+    # "local": not the cluster that somebody else may have started on this machine.
+    return {
+        **args,
+        "address": "local",
+        "num_cpus": sim["num_cpus"],
+        "object_store_memory": int(sim["object_store_mb"] * 2**20),
+    }
 
 
 def _client_resources(cfg: Mapping[str, Any]) -> dict[str, float]:
@@ -115,7 +121,7 @@ def flower_log_to(path: Path) -> Iterator[None]:
     logger = logging.getLogger("flwr")
     handlers, propagate = list(logger.handlers), logger.propagate
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(path, delay=True)
+    file = logging.FileHandler(path, delay=True, errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s: %(message)s"))
     logger.handlers, logger.propagate = [file], False
     try:

@@ -142,6 +142,12 @@ def reply_head(head: Head) -> Head:
     return run_id, "", dst, src, message_id, group_id, current, created_at + ttl - current, kind, dst_task, src_task
 
 
+def answering(head: Head, message: Message) -> Head:
+    """Return a reply's metadata, made to answer this message whatever the client put there."""
+    mine = reply_head(head_of(message))
+    return (*mine[:6], *head[6:9], *mine[9:])
+
+
 def array(dtype: str, shape: tuple[int, ...], stype: str, data: bytes) -> Array:
     """Make an `Array` without its constructor's checks: some microseconds for each of a client's tensors."""
     made = Array.__new__(Array)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import socket
 import threading
 import time
 import weakref
@@ -266,8 +267,9 @@ class RayGrid(VirtualGrid):
         with self._guard:
             if not self._alive and now - self._last_alive > self._start_timeout:
                 self._broken = self._broken or (
-                    f"no Ray worker could be started within {self._start_timeout:g} s; see whether the cluster has "
-                    f"{self._resources} free."
+                    f"no Ray worker could be started within {self._start_timeout:g} s: one needs "
+                    f"{self._resources['num_cpus']:g} CPUs and {self._resources['num_gpus']:g} GPUs, which other "
+                    "actors, another grid's or another driver's, may hold."
                 )
             self._check()
             for task in [self._tasks[i] for i in ids if i in self._tasks]:
@@ -305,7 +307,8 @@ class RayGrid(VirtualGrid):
             self._fail(task, code, reason)
             return
         assert outcome.head is not None
-        reply = internals.message_of(outcome.head, wire.unpack(outcome.content, lease=lease))
+        head = internals.answering(outcome.head, task.message)
+        reply = internals.message_of(head, wire.unpack(outcome.content, lease=lease))
         internals.name(reply)
         self._finish(task, reply)
 
@@ -532,11 +535,14 @@ class RayGrid(VirtualGrid):
                 self._busy.discard(task.node)
                 self._deliver(task, outcome, lease)
             if error is not None:
+                # Something of one client cannot travel, a metric that cannot be pickled, say: alone it is known.
+                cause = getattr(error, "cause", None) or error
                 for task in batch.tasks.values():
-                    self._busy.discard(task.node)
-                    self._fail(task, internals.CLIENT_CRASHED, " ".join(str(error).split())[-300:])
-            else:
-                self._requeue(batch.tasks.values())
+                    if len(batch.tasks) == 1:
+                        self._busy.discard(task.node)
+                        self._fail(task, internals.CLIENT_CRASHED, f"{type(cause).__name__}: {cause}"[:600])
+                    task.solo = True
+            self._requeue(batch.tasks.values())
 
     def _bury(self, batch: _Batch, error: Exception) -> None:
         """An actor died over a batch: its clients run again one by one, and one that dies alone is to blame."""
@@ -636,14 +642,35 @@ def _fingerprint(arrays: Sequence[wire.PackedArray]) -> tuple[Any, ...]:
 
 def _start_ray(init_args: Mapping[str, Any]) -> None:
     quiet_ray()
-    args = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR, **init_args}
+    # "local": not the cluster that somebody else may have started on this machine.
+    args = {"address": "local", "include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    args.update((key, value) for key, value in init_args.items() if value is not None)
+    _probe(str(args["address"]))
     try:
         with one_arena():
             ray.init(**args)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
-        where = f"the cluster at {args['address']}" if args.get("address") else "a Ray cluster on this machine"
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        if args["address"] == "local":
+            raise ConfigError(
+                f"Ray does not start ({reason}); see simulation.num_cpus and simulation.object_store_mb."
+            ) from error
         raise ConfigError(
-            f"{where} cannot be used: {' '.join(str(error).split())[:300]}; start one with `ray start --head`, or "
+            f"the Ray cluster at {args['address']} cannot be used ({reason}); start one with `ray start --head`, or "
+            "set simulation.address=null."
+        ) from error
+
+
+def _probe(address: str) -> None:
+    """Refuse a host and port where nobody listens at once; Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ConfigError(
+            f"nobody answers at simulation.address={address} ({error}); start Ray there with `ray start --head`, or "
             "set simulation.address=null."
         ) from error
 

@@ -24,6 +24,8 @@ from .virtual import FIRST_NODE
 
 # Contents whose bytes a worker keeps: the global model of this round and of those that overlap with it.
 _KEPT_CONTENTS = 4
+# Characters of an error message kept.
+_TEXT = 2000
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -169,7 +171,7 @@ class ClientWorker:
             before = [_snapshot(context.state) for context in contexts]
             try:
                 results = self._app.fit_many(ins, contexts)  # type: ignore[attr-defined]
-            except (Exception, SystemExit):  # noqa: BLE001  run one by one, the culprit alone fails, and says why
+            except BaseException:  # noqa: BLE001  run one by one, the culprit alone fails, and says why
                 continue
             for i, result, context, old in zip(members, results or (), contexts, before, strict=False):
                 head = internals.reply_head(jobs[i].head)
@@ -182,8 +184,11 @@ class ClientWorker:
         context = self._context(job)
         before = _snapshot(context.state)
         internals.identify(self._run_id, context.node_id)
-        reply = _call(self._app, message, context)
-        return _outcome(index, reply, _news(context, before))
+        try:
+            reply = _call(self._app, message, context)
+            return _outcome(index, reply, _news(context, before))
+        except Exception as error:  # noqa: BLE001  a client can leave anything in its reply and its state
+            return _outcome(index, error, None)
 
     def _context(self, job: Job) -> Context:
         node = job.head[internals.DESTINATION]
@@ -200,7 +205,7 @@ class ClientWorker:
 def _call(app: ClientApp, message: Message, context: Context) -> Message | BaseException:
     try:
         return app(message=message, context=context)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a client can raise anything
+    except BaseException as error:  # noqa: BLE001  a client can raise anything
         return error
 
 
@@ -215,9 +220,18 @@ def _outcome(index: int, reply: Any, state: list[wire.PackedRecord] | None) -> O
             raise TypeError(f"the client app returned {type(reply).__name__}, not a Message")
     except Exception as error:  # noqa: BLE001  a client's reply can be anything
         reply = error
-    trace = "".join(traceback.format_exception(reply))
     # What a client stored before it raised stays stored, as it does on a real node.
-    return Outcome(index, None, [], (internals.CLIENT_RAISED, f"{type(reply).__name__}: {reply}", trace), state)
+    return Outcome(index, None, [], (internals.CLIENT_RAISED, *_words(reply)), state)
+
+
+def _words(error: BaseException) -> tuple[str, str]:
+    """Say what was raised, and where; of endless texts the beginning, or the end."""
+    try:
+        text = str(error)
+        trace = "".join(traceback.format_exception(error))
+    except Exception:  # noqa: BLE001  an exception's own text can raise
+        text = trace = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text[:_TEXT]}", trace[-10 * _TEXT :]
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

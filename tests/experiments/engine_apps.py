@@ -1,6 +1,7 @@
 """Client apps and server apps as Flower's users write them, for engines to run; workers import this module."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,12 @@ START = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array(0.5), np.array([
 
 # ---- the message API ---------------------------------------------------------------------------------------------
 
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
 message_app = ClientApp()
 
 
@@ -36,6 +43,18 @@ def train(message: Message, context: Context) -> Message:
     if cid in config.get("die-once", []) and not (flag := Path(str(config["flag"])) / str(cid)).exists():
         flag.touch()
         os._exit(1)
+    if cid in config.get("interrupt", []):
+        raise KeyboardInterrupt
+    if cid in config.get("speechless", []):
+        raise Speechless
+    if cid in config.get("astray", []):
+        return message
+    if cid in config.get("unsendable", []):
+        reply = Message(RecordDict({"metrics": MetricRecord({"a": 1})}), reply_to=message)
+        reply.content["metrics"].__dict__["_data"]["a"] = threading.Lock()
+        return reply
+    if cid in config.get("no-state", []):
+        context.state = None
     if cid in config.get("hang", []):
         time.sleep(3600)
     if "sleep" in config:

@@ -3,6 +3,8 @@
 import copy
 import gc
 import pickle
+import re
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -243,6 +245,37 @@ def test_a_client_that_raises_or_exits_fails_alone(grid):
     assert not any(reply.has_error() for reply in ask(grid, 2).values())
 
 
+@pytest.mark.parametrize(
+    ("oddity", "words"),
+    [
+        ("interrupt", "KeyboardInterrupt"),
+        ("speechless", "Speechless: .its text cannot be made"),
+        ("unsendable", "lock"),
+        ("no-state", "NoneType"),
+    ],
+)
+def test_a_client_whose_failure_is_odd_fails_alone(grid, oddity, words):
+    replies = ask(grid, 2, **{oddity: [4]})
+    assert {cid for cid, reply in replies.items() if reply.has_error()} == {4}
+    assert re.search(words, replies[4].error.reason)
+
+
+def test_a_reply_answers_its_message_whatever_a_client_makes_of_it(grid):
+    replies = ask(grid, 2, astray=[4])
+    assert set(replies) == set(range(12))
+    sent = {reply.metadata.dst_node_id for reply in replies.values()}
+    assert len(sent) == 1
+    assert all(reply.metadata.reply_to_message_id for reply in replies.values())
+
+
+def test_an_address_where_nobody_answers_is_refused_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"nobody answers at simulation.address=127.0.0.1:{port}"):
+        ray_grid._start_ray({"address": f"127.0.0.1:{port}"})
+
+
 def test_a_client_that_kills_its_process_fails_alone(grid):
     before = calls(ask(grid, 1))
     replies = ask(grid, 2, die=[4])
@@ -254,9 +287,9 @@ def test_a_client_that_kills_its_process_fails_alone(grid):
 
 def test_a_process_that_dies_once_costs_nobody(grid, tmp_path):
     before = calls(ask(grid, 1))
-    replies = ask(grid, 2, flag=str(tmp_path), **{"die-once": [0, 6]})
+    replies = ask(grid, 2, flag=str(tmp_path), **{"die-once": [6]})
     assert not any(reply.has_error() for reply in replies.values())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "6"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["6"]
     assert calls(replies) == {cid: n + 1 for cid, n in before.items()}
 
 
