@@ -15,21 +15,20 @@ import socket
 import threading
 import time
 import weakref
-import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import Message
 from flwr.clientapp import ClientApp
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from client_apps.errors import ConfigError
 
 from . import internals, wire
+from .contents import Content, Contents
 from .ray_settings import one_arena, quiet_ray
 from .ray_worker import ClientWorker, Job, Outcome
 from .virtual import FIRST_NODE, EngineFailed, VirtualGrid
@@ -47,8 +46,6 @@ _POLL_SECONDS = 0.2
 _WAKE = 64
 # Share of the object store that replies may occupy while the server reads them; beyond it they are copied out.
 _SHARED = 0.6
-# Contents kept though no message uses them: a server that sends one message at a time sends the same again.
-_IDLE_CONTENTS = 2
 
 
 @dataclass(eq=False)
@@ -58,7 +55,7 @@ class _Task:
     message: Message
     id: str
     records: list[tuple[str, Any]]
-    """(name, `_Content` or packed record)"""
+    """(name, `Content` or packed record)"""
     deadline: float
     own: bool
     """Whether the reply is to leave shared memory at once."""
@@ -69,19 +66,6 @@ class _Task:
     @property
     def node(self) -> int:
         return self.message.metadata.dst_node_id
-
-
-@dataclass(eq=False)
-class _Content:
-    """An array record that several messages share."""
-
-    number: int
-    arrays: list[wire.PackedArray]
-    identity: tuple[Any, ...]
-    sources: list[Any]
-    """What `identity` names by address, kept alive for as long as it counts."""
-    users: int = 0
-    ref: Any = None
 
 
 @dataclass(eq=False)
@@ -160,7 +144,7 @@ class RayGrid(VirtualGrid):
             self._busy: set[int] = set()
             self._tasks: dict[str, _Task] = {}
             self._states: dict[int, list[wire.PackedRecord]] = {}
-            self._contents = _Contents()
+            self._contents = Contents()
             self._seconds: float | None = None  # of one client, in the mean of late
             self._spent = self._answered = 0.0  # what that mean is made of
             self._bytes = 0.0  # of one reply
@@ -445,7 +429,7 @@ class RayGrid(VirtualGrid):
             for task in tasks:
                 records = []
                 for name, record in task.records:
-                    if isinstance(record, _Content):
+                    if isinstance(record, Content):
                         contents[record.number] = record
                         records.append((name, "r", record.number))
                     else:
@@ -564,80 +548,6 @@ class RayGrid(VirtualGrid):
                 if not task.done:
                     self._queue.appendleft(task)
             self._guard.notify_all()
-
-
-class _Contents:
-    """The array records on their way to workers, each distinct one held once."""
-
-    def __init__(self) -> None:
-        self._by_identity: dict[tuple[Any, ...], _Content] = {}
-        self._by_content: dict[tuple[Any, ...], list[_Content]] = {}
-        self._idle: OrderedDict[int, _Content] = OrderedDict()
-        self._count = 0
-
-    def split(self, message: Message) -> list[tuple[str, Any]]:
-        """Take a message's content apart, with its array records replaced by contents that others may share."""
-        records: list[tuple[str, Any]] = []
-        for name, record in message.content.items():
-            if isinstance(record, ArrayRecord):
-                content = self._find(record)
-                content.users += 1
-                self._idle.pop(content.number, None)
-                records.append((name, content))
-            else:
-                kind = "m" if isinstance(record, MetricRecord) else "c"
-                records.append((name, (name, kind, internals.plain(record))))
-        return records
-
-    def drop(self, records: Sequence[tuple[str, Any]]) -> None:
-        """Say that a message has been answered."""
-        for _, content in records:
-            if isinstance(content, _Content):
-                content.users -= 1
-                if not content.users:
-                    self._idle[content.number] = content
-                    while len(self._idle) > _IDLE_CONTENTS:
-                        self._forget(self._idle.popitem(last=False)[1])
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._by_identity.clear()
-        self._by_content.clear()
-        self._idle.clear()
-
-    def _find(self, record: ArrayRecord) -> _Content:
-        # Messages mostly share not the record but the bytes in it, which never change.
-        sources = [wire.source(array) for array in record.values()]
-        identity = (*map(id, sources), *((k, a.dtype, a.shape, a.stype) for k, a in record.items()))
-        found = self._by_identity.get(identity)
-        if found is not None:
-            return found
-        arrays = wire.pack_arrays(record)
-        key = _fingerprint(arrays)
-        for content in self._by_content.get(key, ()):
-            # Comparing memory is several times faster than hashing it.
-            if all(np.array_equal(x[4], y[4]) for x, y in zip(content.arrays, arrays, strict=True)):
-                return content
-        content = _Content(self._count, arrays, identity, sources)
-        self._count += 1
-        self._by_identity[identity] = content
-        self._by_content.setdefault(key, []).append(content)
-        return content
-
-    def _forget(self, content: _Content) -> None:
-        del self._by_identity[content.identity]
-        key = _fingerprint(content.arrays)
-        self._by_content[key].remove(content)
-        if not self._by_content[key]:
-            del self._by_content[key]
-
-
-def _fingerprint(arrays: Sequence[wire.PackedArray]) -> tuple[Any, ...]:
-    """What equal contents share, cheaply: labels, sizes, and a checksum of the ends of each array."""
-    check = 0
-    for a in arrays:
-        check = zlib.crc32(a[4][-256:].tobytes(), zlib.crc32(a[4][:256].tobytes(), check))
-    return (*(a[:4] for a in arrays), *(a[4].nbytes for a in arrays), check)
 
 
 def _start_ray(init_args: Mapping[str, Any]) -> None:

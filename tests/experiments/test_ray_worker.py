@@ -24,7 +24,7 @@ from client_apps.app import TaskClientApp
 from client_apps.arrays import get_arrays
 from client_apps.tasks import ClassificationTask
 from experiments.engine import internals, wire
-from experiments.engine.ray_grid import _Contents
+from experiments.engine.contents import Contents
 from experiments.engine.ray_worker import ClientWorker, Job
 from experiments.engine.virtual import FIRST_NODE
 from tests.client_apps.configs import config
@@ -91,7 +91,7 @@ def single(app: ClientApp, message: Message, context: Context) -> Message | Exce
 def run(app: ClientApp, messages: list[Message], nodes: list[Context]) -> list[Message | Exception]:
     """Hand messages to a worker as the grid does, and put its outcomes together again."""
     worker = ClientWorker(app, 1, 10, {})
-    contents = _Contents()
+    contents = Contents()
     jobs = []
     for message, node in zip(messages, nodes, strict=True):
         internals.name(message)
