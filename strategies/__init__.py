@@ -2,21 +2,50 @@
 
 from . import solvers
 from .base import RoundsFailed, UpdateStrategy
+from .baselines.afl import AFL
+from .baselines.conflictfree import ConFIG
 from .baselines.fedavg import FedAvg
 from .baselines.fedavgm import FedAvgM
+from .baselines.fedfv import FedFV
+from .baselines.fedlf import FedLF
+from .baselines.fedmgda import FedMGDA
+from .baselines.fednova import FedNova
+from .baselines.fedopt import FedAdagrad, FedAdam, FedYogi
+from .baselines.fedprox import FedProx
+from .baselines.normalised_momentum import NormalisedMomentum
+from .baselines.qfedavg import QFedAvg
+from .baselines.robust import FedMedian, FedTrimmedAvg, Krum
 from .craft import CRAFT
 from .layers import Layer, LayerMap
 from .ordering import partition_order
 from .sampling import NotEnoughClients
-from .updates import ClientUpdates
+from .span import SpanStrategy
+from .updates import ClientUpdates, LayerDirection
 
 __all__ = [
+    "AFL",
     "CRAFT",
+    "ConFIG",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
     "FedAvgM",
+    "FedFV",
+    "FedLF",
+    "FedMGDA",
+    "FedMedian",
+    "FedNova",
+    "FedProx",
+    "FedTrimmedAvg",
+    "FedYogi",
+    "Krum",
+    "NormalisedMomentum",
+    "QFedAvg",
     "UpdateStrategy",
+    "SpanStrategy",
     "ClientUpdates",
     "Layer",
+    "LayerDirection",
     "LayerMap",
     "NotEnoughClients",
     "RoundsFailed",

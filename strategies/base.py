@@ -1,17 +1,17 @@
 """UpdateStrategy: the round every method shares: sample, vet, solve, apply, remember.
 
 A method says only which direction the global model moves in (`solve_layer`, or `solve` for the whole
-model at once) and what it wants to remember of it (`remember`). Everything a federated round can do to a
-server is dealt with here, once.
+model at once) and what it wants to remember of it. Everything a federated round can do to a server is dealt
+with here, once.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
 import time
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ from .layers import Layer, LayerMap
 from .model import GlobalModel, Successor, check_memory, require_layers, warn_of_growth
 from .options import is_count, is_integer, is_real, require, resolve_device
 from .sampling import ClientSampler, PartitionOrder
-from .updates import ClientUpdates, LayerDirection, one_line
+from .updates import ClientUpdates, LayerDirection, Requirement, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,14 @@ logger = logging.getLogger(__name__)
 _REASONS = 20
 
 _FIT, _EVALUATE = 0, 1  # streams of the sampling generator
+
+# What a metric that a method requires has to be.
+_REQUIREMENTS: dict[str, Requirement] = {
+    "initial_loss": (lambda value: value >= 0, "the mean loss before training, a number of at least 0,"),
+    "step_weight": (lambda value: value > 0, "the weight of the local steps, a number above 0,"),
+    "local_steps": (lambda value: value > 0, "the number of local steps, above 0,"),
+    "train_loss": (lambda _: True, "the mean loss of local training, a number,"),
+}
 
 
 class RoundsFailed(RuntimeError):
@@ -93,7 +101,16 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     """
 
     remembers: ClassVar[tuple[str, ...]] = ()
-    """The kinds of vectors a method keeps in `memory`, one of each kind a layer."""
+    """The kinds of vectors, (d_q,), a method keeps in `memory`, one of each kind a layer."""
+
+    remembers_rows: ClassVar[tuple[str, ...]] = ()
+    """The kinds of matrices, (h, d_q), it keeps there."""
+
+    requires: tuple[str, ...] = ()
+    """The metrics without which a client's result is rejected: initial_loss, step_weight, local_steps, train_loss.
+
+    Clients are asked for `initial_loss` in the fit config where it is among them.
+    """
 
     def __init__(
         self,
@@ -132,7 +149,9 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self.sampler = ClientSampler(int(seed), partition_order, wait_timeout)
 
         self.memory: dict[str, Tensor] = {}
-        """What the method remembers between rounds: float64 vectors by "<what>/<layer name>"."""
+        """What the method remembers between rounds: vectors (d_q,), or matrices (h, d_q), by "<kind>/<layer name>"."""
+        self.records: dict[str, Any] = {}
+        """What else it remembers: anything that JSON can hold."""
         self._round = 0  # the last round aggregated, counted over resumed runs too
         self._offset: int | None = 0  # added to Flower's round number; None: find out at the next call
         self._failed_rounds = 0
@@ -146,9 +165,15 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
 
     # ---- what a method provides -------------------------------------------------------------------------
 
-    @abstractmethod
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
-        """Return the direction in which one layer moves."""
+        """Return the direction in which one layer moves.
+
+        Raises
+        ------
+        ArithmeticError
+            If there is no usable direction: the round fails with its message, and the model stays.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override solve_layer or solve.")
 
     def solve(self, updates: ClientUpdates) -> Iterator[LayerDirection]:
         """Yield the direction of each layer, in the order of `updates.layers.layers`.
@@ -158,9 +183,20 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         for layer in updates.layers.layers:
             yield self.solve_layer(updates, layer)
 
-    def remember(self, layer: Layer, direction: LayerDirection) -> Mapping[str, Tensor]:
-        """Return what goes into `memory` if the round succeeds: float64 vectors by "<what>/<layer name>"."""
-        return {}
+    def conclude(self, updates: ClientUpdates) -> None:
+        """Do what a method does once a round has moved the model: change `memory` and `records`."""
+
+    def check_state(self, records: Mapping[str, Any], memory: Mapping[str, Tensor]) -> None:
+        """Raise ValueError, in one sentence, if a saved state's `records` and `memory` are not this method's."""
+        require("the state's records", records, "empty for this strategy", not records)
+
+    def fit_config(self) -> dict[str, Scalar]:
+        """Return what clients are told besides the round's number."""
+        return {"initial_loss": True} if "initial_loss" in self.requires else {}
+
+    def evaluated(self, parameters: Parameters) -> Parameters:
+        """Return the model to evaluate and to deploy: the global model itself, except where a method says otherwise."""
+        return parameters
 
     # ---- sampling -----------------------------------------------------------------------------------------
 
@@ -183,8 +219,8 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Take `parameters` as θ_t and choose the clients that train on it.
 
-        The config sent is `on_fit_config_fn`'s, with `server_round` added: the round's number counted over
-        resumed runs.
+        The config sent is `on_fit_config_fn`'s, with `server_round` added, the round's number counted over
+        resumed runs, and what the method's `fit_config` asks of clients.
 
         Raises
         ------
@@ -197,7 +233,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self._set_model(parameters)
         clients = self.sampler.draw(client_manager, self.num_fit_clients, stream=_FIT, number=number)
         self._sampled = len(clients)
-        config: dict[str, Scalar] = {"server_round": number}
+        config: dict[str, Scalar] = {"server_round": number, **self.fit_config()}
         if self.on_fit_config_fn is not None:
             config.update(self.on_fit_config_fn(number) or {})
         ins = FitIns(parameters, config)
@@ -205,7 +241,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
 
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
         """Call `evaluate_fn`, if there is one, with the round's number counted over resumed runs."""
-        return super().evaluate(self._number_of_finished(server_round), parameters)
+        return super().evaluate(self._number_of_finished(server_round), self.evaluated(parameters))
 
     def configure_evaluate(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
@@ -221,7 +257,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         config: dict[str, Scalar] = {"server_round": number}
         if self.on_evaluate_config_fn is not None:
             config.update(self.on_evaluate_config_fn(number) or {})
-        ins = EvaluateIns(parameters, config)
+        ins = EvaluateIns(self.evaluated(parameters), config)
         return [(client, ins) for client in clients]
 
     # ---- aggregation --------------------------------------------------------------------------------------
@@ -260,7 +296,14 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         model = self._require_model()
         sampled = self._sampled if self._sampled is not None else len(results) + len(failures)
         self._sampled = None
-        updates = ClientUpdates(results, model.arrays, model.layers, device=self.device, order=self.sampler.order)
+        updates = ClientUpdates(
+            results,
+            model.arrays,
+            model.layers,
+            device=self.device,
+            order=self.sampler.order,
+            requires={key: _REQUIREMENTS[key] for key in self.requires},
+        )
         metrics: dict[str, Scalar] = {
             "clients_sampled": sampled,
             "clients_accepted": len(updates),
@@ -282,12 +325,15 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         except FloatingPointError as error:
             advice = f"lower server_lr (now {self.server_lr:g}) or the clients' learning rate"
             return self._fail(metrics, began, f"{error}: the run diverges; {advice}")
+        except ArithmeticError as error:
+            return self._fail(metrics, began, str(error))
         if self.fit_metrics_aggregation_fn is not None:
             pairs = list(zip(updates.num_examples, updates.metrics, strict=True))
             metrics.update(self.fit_metrics_aggregation_fn(pairs) or {})
         self.memory.update(memory)
         self._failed_rounds = 0
         self._model = successor
+        self.conclude(updates)
         metrics["aggregate_seconds"] = time.perf_counter() - began
         return successor.parameters, metrics
 
@@ -301,7 +347,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         diagnosis = Diagnosis(updates.weights)
         for layer, direction in zip(model.layers.layers, self.solve(updates), strict=True):
             diagnosis.add(direction)
-            memory.update(self.remember(layer, direction))
+            memory.update({f"{kind}/{layer.name}": tensor for kind, tensor in direction.memory.items()})
             successor.move(layer, step * direction.vector)
         moved = successor.finish(updates)
         if self._start_norm is None:
@@ -420,15 +466,16 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         Returns
         -------
         dict
-            `strategy` (str), `round` (int), `failed_rounds` (int), `start_norm` (float or None) and `memory`,
-            a dict of float64 CPU tensors. Everything but `memory` is JSON; `memory` goes into a safetensors
-            file as it is.
+            `strategy` (str), `round` (int), `failed_rounds` (int), `start_norm` (float or None), `records` (a
+            dict) and `memory`, a dict of CPU tensors. Everything but `memory` is JSON; `memory` goes into a
+            safetensors file as it is.
         """
         return {
             "strategy": type(self).__name__,
             "round": self._round,
             "failed_rounds": self._failed_rounds,
             "start_norm": self._start_norm,
+            "records": copy.deepcopy(self.records),
             "memory": {name: tensor.detach().cpu().clone() for name, tensor in self.memory.items()},
         }
 
@@ -440,7 +487,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         ValueError
             If the state is another strategy's, lacks an entry, or does not fit the model.
         """
-        missing = {"strategy", "round", "failed_rounds", "start_norm", "memory"} - set(state)
+        missing = {"strategy", "round", "failed_rounds", "start_norm", "records", "memory"} - set(state)
         if missing:
             raise ValueError(f"the state lacks {', '.join(sorted(missing))}; pass what state_dict() returned.")
         if state["strategy"] != type(self).__name__:
@@ -452,12 +499,15 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         require("the state's round", number, "an integer of at least 0", is_integer(number) and number >= 0)
         require("the state's failed_rounds", failed, "an integer of at least 0", is_integer(failed) and failed >= 0)
         require("the state's start_norm", start_norm, "a number or None", start_norm is None or is_real(start_norm))
-        memory = check_memory(state["memory"], self.remembers, self.device)
+        records = state["records"]
+        require("the state's records", records, "a dict", isinstance(records, Mapping))
+        memory = check_memory(state["memory"], self.remembers, self.remembers_rows, self.device)
+        self.check_state(records, memory)
         if self._model is None and self.initial_parameters is not None:
             self._set_model(self.initial_parameters)
         if self._model is not None:  # otherwise the first model that comes is checked
             require_layers(self._model.layers, memory)
-        self.memory = memory
+        self.memory, self.records = memory, copy.deepcopy(dict(records))
         self._round, self._failed_rounds, self._start_norm = int(number), int(failed), start_norm
         self._offset = None
 

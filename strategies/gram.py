@@ -34,8 +34,8 @@ class Gram:
     ----------
     matrix : Tensor, (m, m), float64
         G_ij = ⟨g_i, g_j⟩.
-    cross : Tensor, (m,), float64
-        ⟨g_i, reference⟩; zero without a reference.
+    cross : Tensor, (m,) or (m, h), float64
+        ⟨g_i, reference⟩, a column for each of h references; zero without a reference.
     """
 
     matrix: Tensor
@@ -84,16 +84,20 @@ def gram(blocks: Blocks, m: int, reference: Tensor | None = None, *, device: tor
         Column blocks, float64, each (m, c), on `device`.
     m : int
         Number of rows; needed because a layer may have no columns.
-    reference : Tensor, (d,), float64, optional
-        Taken as zero when absent.
+    reference : Tensor, (d,) or (h, d), optional
+        One or several; taken as zero when absent.
     """
     matrix = torch.zeros((m, m), dtype=torch.float64, device=device)
-    cross = torch.zeros(m, dtype=torch.float64, device=device)
+    several = reference is not None and reference.ndim == 2
+    shape = (m, len(reference)) if reference is not None and several else (m,)
+    cross = torch.zeros(shape, dtype=torch.float64, device=device)
     panels = [slice(low, min(low + _PANEL, m)) for low in range(0, m, _PANEL)]
     for columns, block in blocks:
         for rows in panels:  # the lower triangle
             matrix[rows, : rows.stop].addmm_(block[rows], block[: rows.stop].T)
-        if reference is not None:
+        if reference is not None and several:
+            cross.addmm_(block, reference[:, columns].to(torch.float64).T)
+        elif reference is not None:
             cross.addmv_(block, reference[columns])
     for rows in panels:
         matrix[: rows.start, rows] = matrix[rows, : rows.start].T

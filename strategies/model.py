@@ -60,6 +60,11 @@ class GlobalModel:
         self.arrays = arrays
         self.norm = self._norm()
 
+    def flat(self, layer: Layer, device: torch.device) -> Tensor:
+        """Return θ_t of a layer, (d_q,), float64."""
+        parts = [self.arrays[t].reshape(-1).astype(np.float64) for t in layer.tensors]
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
     def _norm(self) -> float:
         arrays = (self.arrays[t].astype(np.float64) for t in self.layers.indices("trainable"))
         return math.sqrt(sum(float(np.square(x, out=x).sum()) for x in arrays))
@@ -93,6 +98,12 @@ class Successor:
                 raise FloatingPointError(f"the step of layer {layer.name!r} is not finite")
             self._tensors[t] = ndarray_to_bytes(new)
 
+    def with_buffers_as_they_are(self) -> Parameters:
+        """Return the moved layers with the other tensors of θ_t."""
+        old = self._model.parameters
+        tensors = [self._tensors.get(t, old.tensors[t]) for t in range(len(self._model.arrays))]
+        return Parameters(tensors, old.tensor_type)
+
     def finish(self, updates: ClientUpdates) -> GlobalModel:
         """Average the buffers with the clients' shares, take the counters' maximum, and return θ_{t+1}."""
         rho = updates.weights.cpu().numpy()
@@ -119,26 +130,30 @@ def warn_of_growth(norm: float, start: float, server_lr: float) -> None:
         )
 
 
-def check_memory(memory: object, kinds: tuple[str, ...], device: torch.device) -> dict[str, Tensor]:
-    """Copy remembered vectors to `device` in float64.
+def check_memory(
+    memory: object, vectors: tuple[str, ...], matrices: tuple[str, ...], device: torch.device
+) -> dict[str, Tensor]:
+    """Copy remembered vectors and matrices to `device`, in their own precision.
 
     Raises
     ------
     ValueError
-        If this is not a dict of finite vectors named "<kind>/<layer name>" with one of the `kinds`.
+        If this is not a dict of finite vectors and matrices of these kinds, named "<kind>/<layer name>".
     """
     if not isinstance(memory, Mapping):
         raise ValueError("the state's memory must be a dict of tensors; pass what state_dict() returned.")
-    vectors = {}
+    copied = {}
     for key, value in memory.items():
-        if not isinstance(value, Tensor) or value.ndim != 1 or not bool(torch.isfinite(value).all()):
-            raise ValueError(f"the state's memory {key!r} must be a vector of finite numbers.")
-        if str(key).partition("/")[0] not in kinds:
-            raise ValueError(
-                f"the state's memory {key!r} is not one this strategy keeps ({', '.join(kinds) or 'none'})."
-            )
-        vectors[str(key)] = value.detach().to(device, torch.float64, copy=True)
-    return vectors
+        kind = str(key).partition("/")[0]
+        if kind not in (*vectors, *matrices):
+            known = ", ".join((*vectors, *matrices)) or "none"
+            raise ValueError(f"the state's memory {key!r} is not one this strategy keeps ({known}).")
+        real = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == (1 if kind in vectors else 2)
+        if not real or not bool(torch.isfinite(value).all()):
+            what = "vector" if kind in vectors else "matrix"
+            raise ValueError(f"the state's memory {key!r} must be a {what} of finite numbers.")
+        copied[str(key)] = value.detach().to(device, copy=True)
+    return copied
 
 
 def require_layers(layers: LayerMap, memory: dict[str, Tensor]) -> None:
@@ -152,8 +167,8 @@ def require_layers(layers: LayerMap, memory: dict[str, Tensor]) -> None:
     sizes: dict[str, int | str] = {layer.name: layer.size for layer in layers.layers}
     for key, tensor in memory.items():
         name = key.partition("/")[2]
-        if sizes.get(name) != tensor.numel():
+        if sizes.get(name) != tensor.shape[-1]:
             raise ValueError(
-                f"the state remembers {tensor.numel()} values for layer {name!r}, the model has "
+                f"the state remembers {tensor.shape[-1]} values for layer {name!r}, the model has "
                 f"{sizes.get(name, 'no such layer')}; resume with the model that was saved."
             )

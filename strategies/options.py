@@ -30,6 +30,12 @@ def require(name: str, value: Any, wanted: str, ok: bool) -> None:
         raise ValueError(f"{name}={value!r} must be {wanted}.")
 
 
+def require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(choices)}.")
+
+
 def resolve_device(device: str | torch.device) -> torch.device:
     """Return the device solves run on; "auto" is the GPU where there is one.
 

@@ -16,6 +16,7 @@ import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import numpy as np
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from .gram import Gram, block_columns, combine, gram
 from .layers import Layer, LayerMap
+from .options import is_real
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 Array = npt.NDArray[np.generic]
 OrderKey = Callable[[str], tuple[int, int, str]]
 """Maps a client id to what clients are sorted by."""
+Requirement = tuple[Callable[[float], bool], str]
+"""Whether a metric's value can be used, and what is wanted, in words."""
 
 
 # What NumPy's header parser (ast and tokenize underneath) raises on text that is no header.
@@ -91,6 +95,9 @@ class LayerDirection:
         ‖g_i‖².
     diagnostics : mapping of str to Tensor
         0-d tensors a method reports about this layer (`residual`, `rank`).
+    memory : mapping of str to Tensor
+        What the method wants to remember of this layer if the round succeeds: float64 vectors, (d_q,), by kind
+        (see `UpdateStrategy.remembers`).
     """
 
     vector: Tensor
@@ -98,10 +105,19 @@ class LayerDirection:
     mean_products: Tensor
     squared_norms: Tensor
     diagnostics: Mapping[str, Tensor] = field(default_factory=dict)
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
 
     def scaled(self, factor: Tensor) -> LayerDirection:
         """Return the same direction `factor` times as long."""
         return replace(self, vector=self.vector * factor, products=self.products * factor)
+
+    def reporting(self, **diagnostics: Tensor) -> LayerDirection:
+        """Return the same direction with these diagnostics."""
+        return replace(self, diagnostics={**self.diagnostics, **diagnostics})
+
+    def remembering(self, **memory: Tensor) -> LayerDirection:
+        """Return the same direction with these vectors to remember, by kind."""
+        return replace(self, memory={**self.memory, **memory})
 
 
 def one_line(text: str) -> str:
@@ -235,7 +251,7 @@ def decode_all(parameters: Parameters) -> list[Array]:
     return arrays
 
 
-def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap) -> list[Array]:
+def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap, requires: Mapping[str, Requirement]) -> list[Array]:
     """Return the client's arrays, or raise `UnusableTensor` with the reason why they cannot be used."""
     code = getattr(res.status, "code", Code.OK)
     if code is not Code.OK:
@@ -243,6 +259,10 @@ def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap) -> list[Arra
     n = res.num_examples
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0:
         raise UnusableTensor(f"num_examples is {n!r}, must be a positive integer")
+    for key, (usable, wanted) in requires.items():
+        value = (res.metrics or {}).get(key)
+        if not is_real(value) or not usable(value):
+            raise UnusableTensor(f"its metrics hold {key}={value!r}, but this strategy needs {wanted} there")
     if len(res.parameters.tensors) != len(reference):
         raise UnusableTensor(f"{len(res.parameters.tensors)} tensors, the model has {len(reference)}")
     arrays = decode_all(res.parameters)
@@ -299,6 +319,7 @@ class ClientUpdates:
         *,
         device: torch.device,
         order: OrderKey = client_order,
+        requires: Mapping[str, Requirement] = MappingProxyType({}),
     ) -> None:
         self.layers = layers
         self.device = device
@@ -308,7 +329,7 @@ class ClientUpdates:
         for proxy, res in sorted(results, key=lambda pair: order(pair[0].cid)):
             try:
                 with np.errstate(all="ignore"):
-                    arrays = _vet(res, global_arrays, layers)
+                    arrays = _vet(res, global_arrays, layers, requires)
             except UnusableTensor as error:
                 self.rejected.append(Rejection(proxy.cid, str(error)))
                 continue
@@ -404,9 +425,32 @@ class ClientUpdates:
             out[:, columns] = block
         return out
 
+    def reported(self, key: str) -> Tensor:
+        """Return a metric every client had to report, (m,), float64, on `device`."""
+        return torch.tensor([float(m[key]) for m in self.metrics], dtype=torch.float64, device=self.device)
+
     def gram(self, layer: Layer, reference: Tensor | None = None) -> Gram:
-        """Inner products of a layer's updates, and of each with `reference`, (d_q,)."""
+        """Inner products of a layer's updates, and of each with `reference`, (d_q,), or several, (h, d_q)."""
         return gram(self.blocks(layer), len(self), reference, device=self.device)
+
+    def whole_gram(self, layers: Sequence[Layer] | None = None) -> Tensor:
+        """Inner products ⟨g_i, g_j⟩ of updates over several layers, all by default: (m, m), float64."""
+        total = torch.zeros((len(self), len(self)), dtype=torch.float64, device=self.device)
+        for layer in self.layers.layers if layers is None else layers:
+            total += self.gram(layer).matrix
+        return total
+
+    def squared_norms(self) -> Tensor:
+        """‖g_i‖² over all layers: (m,), float64; much cheaper than `whole_gram`."""
+        total = torch.zeros(len(self), dtype=torch.float64, device=self.device)
+        for layer in self.layers.layers:
+            for _, block in self.blocks(layer):
+                total += torch.linalg.vector_norm(block, dim=1).square_()
+        return total
+
+    def measure(self, layer: Layer, vector: Tensor) -> LayerDirection:
+        """Return any vector, (d_q,), as the direction of a layer, with its inner products."""
+        return self.combine(layer, torch.zeros_like(self.weights), vector)
 
     def combine(
         self, layer: Layer, coefficients: Tensor, reference: Tensor | None = None, reference_weight: float = 1.0

@@ -6,10 +6,7 @@ Classification", arXiv 1909.06335: v ← βv + ḡ, θ ← θ + server_lr · v.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-from torch import Tensor
 
 from ..base import UpdateStrategy
 from ..layers import Layer
@@ -43,8 +40,5 @@ class FedAvgM(UpdateStrategy):
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
         """Return v = βv + ḡ."""
         velocity = self.memory.get(f"velocity/{layer.name}")
-        return updates.combine(layer, updates.weights, velocity, self.server_momentum)
-
-    def remember(self, layer: Layer, direction: LayerDirection) -> Mapping[str, Tensor]:
-        """Keep v."""
-        return {f"velocity/{layer.name}": direction.vector}
+        direction = updates.combine(layer, updates.weights, velocity, self.server_momentum)
+        return direction.remembering(velocity=direction.vector)

@@ -1,5 +1,5 @@
 """The mathematics of each method: tensors in, a small frozen result out; nothing here knows Flower."""
 
-from . import craft
+from . import craft, qp, simplex
 
-__all__ = ["craft"]
+__all__ = ["craft", "qp", "simplex"]

@@ -1,10 +1,11 @@
 """CRAFT's solve: the smallest correction of a reference direction that gives each client its share.
 
-    min_g  ½‖g − ĝ‖²   subject to   U g = ρ
+    min_g  ½‖g − ĝ‖²   subject to   U g = ρ     (the paper)   or   U g ≥ ρ
 
 Rows of U are the clients' updates at unit length, ρ_i client i's share of the data, ĝ the reference.
-The solution is g = ĝ + U⁺(ρ − Uĝ) (Wang, Liu, Thuerey, "CRAFT", arXiv 2605.21317). U is never
-pseudo-inverted: with K = U Uᵀ (m × m, float64), α = K⁺(ρ − Uĝ) and g = ĝ + Uᵀα.
+With equality the solution is g = ĝ + U⁺(ρ − Uĝ) (Wang, Liu, Thuerey, "CRAFT", arXiv 2605.21317). U is never
+pseudo-inverted: with K = U Uᵀ (m × m, float64), α = K⁺(ρ − Uĝ) and g = ĝ + Uᵀα. With inequality g = ĝ + Uᵀα too,
+where α solves the dual min ½αᵀKα − αᵀ(ρ − Uĝ) over α ≥ 0: clients that have their share already pull nobody.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from torch import Tensor
 
 from ..gram import column_blocks, gram
 from ..options import is_real, require
+from . import qp
 
-CONSTRAINTS = ("equality",)
+CONSTRAINTS = ("equality", "inequality")
 
 # Rounding leaves errors of a few eps in the unit-diagonal K, and with them eigenvalues of that size where
 # exact arithmetic has zeros (duplicated clients). The floor of the cut is this many times m·eps.
 ROUNDING = 64
+# Added to K, relative to its largest eigenvalue, where K is too close to singular for a dual without bounds.
+_SOFT = 1e-10
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,19 @@ class CraftSolution:
     alignment : Tensor, (m,), float64
         U g, the component of g along each client's unit update; 0 for a client whose update is zero.
     residual : float
-        ‖U g − ρ‖ / ‖ρ‖ over the clients with a non-zero update: 0 where the constraints can be met.
+        ‖U g − ρ‖ / ‖ρ‖ over the clients with a non-zero update, with inequality of max(ρ − U g, 0): 0 where the
+        constraints can be met.
     rank : int
         Numerical rank of U.
+    kkt : float
+        With inequality, how far the multipliers are from optimal, see `strategies.solvers.qp.nonnegative`; else 0.
     """
 
     direction: Tensor
     alignment: Tensor
     residual: float
     rank: int
+    kkt: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -55,14 +63,15 @@ class Coefficients:
     ----------
     coefficients : Tensor, (m,), float64
         Multipliers of the updates as given, not of the unit updates.
-    alignment, residual, rank
-        As in `CraftSolution`; `residual` and `rank` are 0-d tensors on the device of the Gram matrix.
+    alignment, residual, rank, kkt
+        As in `CraftSolution`; the last three are 0-d tensors on the device of the Gram matrix.
     """
 
     coefficients: Tensor
     alignment: Tensor
     residual: Tensor
     rank: Tensor
+    kkt: Tensor
 
 
 def check_options(constraint: str, ridge: float, rtol: float | None) -> None:
@@ -87,6 +96,7 @@ def coefficients(
     targets: Tensor,
     *,
     updates: Tensor | None = None,
+    constraint: str = "equality",
     ridge: float = 0.0,
     rtol: float | None = None,
 ) -> Coefficients:
@@ -103,9 +113,12 @@ def coefficients(
         same sum.
     updates : Tensor, (m, d), float64, optional
         The updates themselves, for a layer of d < m parameters: K = U Uᵀ has the non-zero eigenvalues of the
-        smaller Uᵀ U, which is then solved instead.
+        smaller Uᵀ U, which is then solved instead. For equality only.
+    constraint : {"equality", "inequality"}
     ridge : float
-        Solves (K + ridge·I)α = ρ − Uĝ. K has a unit diagonal, so ridge is relative to a client's own weight.
+        Added to the diagonal of K. K has a unit diagonal, so ridge is relative to a client's own weight. With
+        inequality it makes the constraints soft: ½‖g − ĝ‖² + ‖max(ρ − U g, 0)‖² / (2 ridge) is minimised. Where
+        no g meets them all (opposite clients, a layer narrower than m), the violation is as small as can be.
     rtol : float, optional
         Directions of U with singular values up to rtol times the largest are dropped, i.e. eigenvalues of K
         up to rtol² times the largest. Never below a rounding floor of 64·m·eps.
@@ -114,6 +127,8 @@ def coefficients(
     ------
     ValueError
         If an inner product is not finite.
+    qp.NoSolution
+        If the dual of the inequality is not solved.
     """
     if not bool(torch.isfinite(gram_matrix).all() & torch.isfinite(cross).all()):
         raise ValueError(
@@ -133,6 +148,12 @@ def coefficients(
     rho = kept * torch.where(shares, targets.sum() / torch.where(shares, total, 1.0), 1.0)
 
     cut = max(0.0 if rtol is None else rtol**2, ROUNDING * m * torch.finfo(torch.float64).eps)
+    if constraint == "inequality":
+        alpha, rank, kkt = _inequality(K, rho - aligned, active, cut, ridge)
+        alignment = aligned + K @ alpha
+        return Coefficients(
+            alpha * inverse, alignment, _relative((rho - alignment).clamp(min=0) * active, rho), rank, kkt
+        )
     U = updates * inverse[:, None] if updates is not None and 0 < updates.shape[1] < m else None
     factor = _full_rank_factor(K, active, cut) if U is None and ridge == 0 else None
     if factor is not None:
@@ -148,9 +169,56 @@ def coefficients(
         rank = keep.sum()
 
     alignment = aligned + K @ alpha
+    kkt = torch.zeros((), dtype=K.dtype, device=K.device)
+    return Coefficients(alpha * inverse, alignment, _relative((alignment - rho) * active, rho), rank, kkt)
+
+
+def _relative(missed: Tensor, rho: Tensor) -> Tensor:
     size = torch.linalg.vector_norm(rho)
-    residual = torch.linalg.vector_norm(torch.where(active, alignment - rho, 0.0)) / torch.where(size > 0, size, 1.0)
-    return Coefficients(alpha * inverse, alignment, residual, rank)
+    relative: Tensor = torch.linalg.vector_norm(missed) / torch.where(size > 0, size, 1.0)
+    return relative
+
+
+def _inequality(K: Tensor, wanted: Tensor, active: Tensor, cut: float, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Minimise ½αᵀ(K + ridge·I)α − αᵀ·wanted over α ≥ 0, over the active clients; return α, the rank of K, and KKT.
+
+    With a singular K the dual may have no bound (no g meets the constraints). A slight ridge then gives the least
+    violation; the multipliers it blows up cancel in Uᵀα, and are projected on what K sees, where nothing is left
+    to cancel.
+    """
+    alpha = torch.zeros_like(wanted)
+    rows = active.nonzero()[:, 0]
+    if not len(rows):
+        return alpha, active.sum(), alpha.sum()
+    small, b = K[rows][:, rows], wanted[rows]
+    eigenvalues, vectors = torch.linalg.eigh(small)
+    keep = eigenvalues > cut * eigenvalues[-1]
+    soft = max(ridge, 0.0 if bool(eigenvalues[0] > _SOFT * eigenvalues[-1]) else float(_SOFT * eigenvalues[-1]))
+    found = qp.nonnegative(small + soft * torch.eye(len(rows), dtype=K.dtype, device=K.device), b)
+    x, kkt = found.x, found.kkt
+    if soft > ridge:
+        x = _polished(small, b, x, cut)
+        basis = vectors[:, keep]
+        x = basis @ (basis.T @ x)
+    alpha[rows] = x
+    return alpha, keep.sum(), kkt
+
+
+def _polished(K: Tensor, b: Tensor, x: Tensor, cut: float) -> Tensor:
+    """Solve without the slight ridge where the multipliers that it left at zero say which constraints hold."""
+    binding = x > 1e-12 * x.max()
+    if not bool(binding.any()):
+        return x
+    part = K[binding][:, binding]
+    eigenvalues, vectors = torch.linalg.eigh(part)
+    keep = eigenvalues > cut * eigenvalues[-1]
+    inverse = torch.where(keep, 1 / torch.where(keep, eigenvalues, 1.0), 0.0)
+    exact = torch.zeros_like(x)
+    exact[binding] = vectors @ (inverse * (vectors.T @ b[binding]))
+    tolerance = 1e-9 * b.abs().max()
+    slack = K @ exact - b
+    fine = bool((slack > -tolerance).all() & (exact > -1e-9 * exact.abs().max()).all())
+    return exact if fine else x
 
 
 def _full_rank_factor(K: Tensor, active: Tensor, cut: float) -> Tensor | None:
@@ -178,7 +246,7 @@ def solve(
     ridge: float = 0.0,
     rtol: float | None = None,
 ) -> CraftSolution:
-    """Solve min ½‖g − ĝ‖² subject to U g = ρ for one layer.
+    """Solve min ½‖g − ĝ‖² subject to U g = ρ, or U g ≥ ρ, for one layer.
 
     Parameters
     ----------
@@ -189,7 +257,7 @@ def solve(
         ρ, the component of g wanted along each unit update.
     reference : Tensor, (d,), optional
         ĝ; zero when None.
-    constraint : {"equality"}
+    constraint : {"equality", "inequality"}
     ridge, rtol
         See `coefficients`.
 
@@ -237,8 +305,8 @@ def solve(
 
     inner = gram(blocks(), m, start, device=device)
     narrow = torch.cat([block for _, block in blocks()], dim=1) if 0 < d < m else None
-    found = coefficients(inner.matrix, inner.cross, rho, updates=narrow, ridge=ridge, rtol=rtol)
+    found = coefficients(inner.matrix, inner.cross, rho, updates=narrow, constraint=constraint, ridge=ridge, rtol=rtol)
     direction = torch.zeros(d, dtype=torch.float64, device=device) if start is None else start.clone()
     for columns, block in blocks():
         direction[columns] += found.coefficients @ block
-    return CraftSolution(direction, found.alignment, float(found.residual), int(found.rank))
+    return CraftSolution(direction, found.alignment, float(found.residual), int(found.rank), float(found.kkt))

@@ -8,7 +8,26 @@ from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
 from flwr.server.client_manager import SimpleClientManager
 from flwr.server.client_proxy import ClientProxy
 
-from strategies import CRAFT, FedAvg, FedAvgM
+from strategies import (
+    AFL,
+    CRAFT,
+    ConFIG,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedFV,
+    FedLF,
+    FedMedian,
+    FedMGDA,
+    FedNova,
+    FedProx,
+    FedTrimmedAvg,
+    FedYogi,
+    Krum,
+    NormalisedMomentum,
+    QFedAvg,
+)
 
 
 class Proxy(ClientProxy):
@@ -39,7 +58,9 @@ def manager(cids: Sequence[str]) -> SimpleClientManager:
 
 def result(cid, arrays, num_examples=10, metrics=None) -> tuple[ClientProxy, FitRes]:
     parameters = arrays if isinstance(arrays, Parameters) else ndarrays_to_parameters(arrays)
-    return Proxy(str(cid)), FitRes(Status(Code.OK, ""), parameters, num_examples, metrics or {})
+    number = len(str(cid)) + sum(map(ord, str(cid)))
+    reported = {"initial_loss": 1.0 + number % 3, "step_weight": 2.0 + number % 2, **(metrics or {})}
+    return Proxy(str(cid)), FitRes(Status(Code.OK, ""), parameters, num_examples, reported)
 
 
 def arrays_of(parameters) -> list[np.ndarray]:
@@ -70,13 +91,30 @@ def trained(start, count, seed=1, scale=0.1):
     ]
 
 
-ALL = [
-    lambda **k: CRAFT(**k),
-    lambda **k: CRAFT(scale="mean_norm", server_lr=1.0, **k),
-    lambda **k: FedAvg(**k),
-    lambda **k: FedAvgM(**k),
-]
-every_strategy = pytest.mark.parametrize("make", ALL, ids=["craft", "craft-mean-norm", "fedavg", "fedavgm"])
+ALL = {
+    "craft": lambda **k: CRAFT(**k),
+    "craft-mean-norm": lambda **k: CRAFT(scale="mean_norm", server_lr=1.0, **k),
+    "craft-inequality": lambda **k: CRAFT(constraint="inequality", **k),
+    "craft-whole-ema-loss": lambda **k: CRAFT(granularity="model", reference="ema", targets="loss", **k),
+    "normalised-momentum": lambda **k: NormalisedMomentum(**k),
+    "fedavg": lambda **k: FedAvg(**k),
+    "fedavgm": lambda **k: FedAvgM(**k),
+    "fedprox": lambda **k: FedProx(**k),
+    "fednova": lambda **k: FedNova(**k),
+    "fedadam": lambda **k: FedAdam(**k),
+    "fedyogi": lambda **k: FedYogi(**k),
+    "fedadagrad": lambda **k: FedAdagrad(**k),
+    "afl": lambda **k: AFL(**k),
+    "qfedavg": lambda **k: QFedAvg(q=1.0, **k),
+    "fedfv": lambda **k: FedFV(tau=2, **k),
+    "fedmgda": lambda **k: FedMGDA(**k),
+    "fedlf": lambda **k: FedLF(**k),
+    "config": lambda **k: ConFIG(**k),
+    "fedmedian": lambda **k: FedMedian(**k),
+    "fedtrimmedavg": lambda **k: FedTrimmedAvg(**k),
+    "krum": lambda **k: Krum(**k),
+}
+every_strategy = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 
 
 def initial(seed=0):

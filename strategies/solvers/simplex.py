@@ -1,0 +1,66 @@
+"""The simplex: projection onto it, and the point of smallest norm in the convex hull of the updates.
+
+The min-norm point is the common descent direction of multiple-gradient descent (Désidéri, "Multiple-gradient
+descent algorithm", Comptes Rendus Mathématique 350, 2012): its inner product with every update is at least
+its own squared length, so it is in conflict with none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.optimize
+import torch
+from torch import Tensor
+
+from . import qp
+
+
+def project(values: Tensor) -> Tensor:
+    """Return the point of the probability simplex nearest to `values`, (m,).
+
+    By sorting: Held, Wolfe, Crowder, "Validation of subgradient optimization", Mathematical Programming 6, 1974.
+    """
+    ordered = values.sort(descending=True).values
+    excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
+    count = int((ordered > excess).sum())
+    return (values - excess[count - 1]).clamp(min=0)
+
+
+def min_norm(gram_matrix: Tensor) -> qp.QPSolution:
+    """Weights λ on the simplex that minimise ‖Σ λ_i g_i‖², from inner products alone.
+
+    With R such that RᵀR = G, non-negative least squares of [R; 1ᵀ] x = [0; 1] gives x = λ / (1 + ‖Rλ‖²) (Lawson
+    and Hanson, "Solving Least Squares Problems", 1974, chapter 23).
+
+    Parameters
+    ----------
+    gram_matrix : Tensor, (m, m), float64
+        G_ij = ⟨g_i, g_j⟩.
+
+    Returns
+    -------
+    QPSolution
+        `kkt` as for `qp.box_simplex`.
+
+    Raises
+    ------
+    qp.NoSolution
+        If no solver finishes.
+    """
+    m, device = len(gram_matrix), gram_matrix.device
+    G = gram_matrix.detach().to("cpu", torch.float64).numpy()
+    scale = float(G.diagonal().max())
+    if m == 1 or scale <= 0:
+        x = np.full(m, 1 / m)
+        return qp.QPSolution(torch.from_numpy(x).to(device), torch.zeros((), dtype=torch.float64, device=device))
+    eigenvalues, vectors = np.linalg.eigh(G / scale)
+    R = np.sqrt(eigenvalues.clip(min=0))[:, None] * vectors.T
+    try:
+        x = scipy.optimize.nnls(np.vstack([R, np.ones(m)]), np.append(np.zeros(m), 1.0), maxiter=10 * m)[0]
+    except RuntimeError:  # too many exchanges
+        ones = torch.ones(m, dtype=torch.float64, device=device)
+        return qp.box_simplex(gram_matrix, 0 * ones, ones)
+    x /= x.sum()
+    p = G @ x
+    kkt = max(float(x @ p - p.min()), 0.0) / scale
+    return qp.QPSolution(torch.from_numpy(x).to(device), torch.tensor(kkt, dtype=torch.float64, device=device))
