@@ -7,13 +7,14 @@ import importlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.client import Client
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import Mod
 from flwr.common import (
+    ArrayRecord,
     Code,
     Context,
     EvaluateIns,
@@ -23,15 +24,17 @@ from flwr.common import (
     GetPropertiesIns,
     GetPropertiesRes,
     Parameters,
+    RecordDict,
     Scalar,
     Status,
 )
 from torch import Tensor, nn
 
-from client_apps import tasks
+from client_apps import personal, tasks
 from client_apps.arrays import set_arrays
+from client_apps.config import at_least_zero, boolean
 from client_apps.errors import ConfigError
-from client_apps.tasks import Task
+from client_apps.tasks import Evaluation, Task
 from client_apps.training import TrainResult
 from client_apps.wire import decode, encode
 
@@ -105,36 +108,60 @@ class TaskClient(Client):
         Shared by all clients of the process.
     cid : int
         Which client this is, from 0.
+    state : RecordDict, optional
+        What Flower keeps for the client from round to round: its personal model, where the task trains one
+        (`client_apps.personal`). By default a state that lives as long as this object.
     """
 
-    def __init__(self, task: Task, cid: int) -> None:
+    def __init__(self, task: Task, cid: int, state: RecordDict | None = None) -> None:
         self.task = task
         self.cid = cid
+        self.state = RecordDict() if state is None else state
 
     def get_properties(self, ins: GetPropertiesIns) -> GetPropertiesRes:
         """Tell the server which client this is."""
         return GetPropertiesRes(_OK, {"partition-id": self.cid})
 
     def fit(self, ins: FitIns) -> FitRes:
-        """Train the received model on the client's training split.
+        """Train the received model on the client's training split, and the personal model where there is one.
 
         Parameters
         ----------
         ins : FitIns
-            The global model in state_dict order, and a config that holds `server_round`, an integer from 1.
+            The global model in state_dict order, and a config that holds
+
+            - `server_round`, an integer from 1;
+            - optionally `proximal_mu`, a number of at least 0: FedProx's μ, of the term (μ/2)‖w − w_t‖² that pulls
+              to the received model;
+            - optionally `initial_loss`, true or false: whether to report the loss before training.
 
         Returns
         -------
         FitRes
             The trained arrays, the size of the training split, and `train_loss`, `local_steps`,
-            `step_weight` (see `client_apps.training.TrainResult`) and `partition_id`.
+            `step_weight` (see `client_apps.training.TrainResult`) and `partition_id`. Where asked for
+            `initial_loss`, the received model's mean cross-entropy on the whole training split, without augmentation
+            or dropout. With Ditto `personal_loss`, the personal training's own `train_loss`.
+
+        Raises
+        ------
+        ConfigError
+            The config holds something else, or what is kept in `state` is no personal model of this task.
         """
         if self.task.vectorized:
             return _fit_many([self], ins)[0]
-        server_round = _server_round(ins)
+        asked = _asked(ins)
         model = _received(self.task, ins.parameters)
-        result = self.task.train(model, self.cid, server_round)
-        return _fit_res(self.cid, _encode(list(model.state_dict().values())), result)
+        metrics = _initial_losses(self.task, model, [self], asked)[0]
+        received = [tensor.clone() for tensor in model.state_dict().values()] if self.task.personal else []
+        mine = self._personal(model)
+        result = self.task.train(model, self.cid, asked.server_round, asked.proximal_mu)
+        trained = _encode(list(model.state_dict().values()))
+        if self.task.personal:
+            _overwrite(model, received if mine is None else mine)
+            of_mine = self.task.train_personal(model, received, self.cid, asked.server_round)
+            self._keep(personal.record(model.state_dict(), list(model.state_dict().values())), of_mine, metrics)
+        return _fit_res(self.cid, trained, result, metrics)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
         """Evaluate the received model on the client's test split.
@@ -144,17 +171,32 @@ class TaskClient(Client):
         EvaluateRes
             The mean loss, the size of the test split, and `accuracy`, `correct`, `loss_sum` and
             `partition_id`. An empty split gives loss 0, accuracy 0 and 0 examples, so that it weighs
-            nothing in an average weighted by examples.
+            nothing in an average weighted by examples. With Ditto also `personal_accuracy`, `personal_correct` and
+            `personal_loss_sum`, of the personal model; a client that has trained none yet would begin with the
+            received one, and reports that.
+
+        Raises
+        ------
+        ConfigError
+            What is kept in `state` is no personal model of this task.
         """
-        result = self.task.evaluate(_received(self.task, ins.parameters), [self.cid])
-        count, correct, loss = int(result.num_examples[0]), int(result.correct[0]), float(result.loss_sum[0])
-        metrics: dict[str, Scalar] = {
-            "accuracy": correct / max(count, 1),
-            "correct": correct,
-            "loss_sum": loss,
-            "partition_id": self.cid,
-        }
+        model = _received(self.task, ins.parameters)
+        result = self.task.evaluate(model, [self.cid])
+        count, loss = int(result.num_examples[0]), float(result.loss_sum[0])
+        metrics = _counts(result) | {"partition_id": self.cid}
+        if self.task.personal:
+            if (mine := self._personal(model)) is not None:
+                _overwrite(model, mine)
+                result = self.task.evaluate(model, [self.cid])
+            metrics |= {f"personal_{key}": value for key, value in _counts(result).items()}
         return EvaluateRes(_OK, loss / max(count, 1), count, metrics)
+
+    def _personal(self, model: nn.Module) -> list[Tensor] | None:
+        return personal.load(self.state, model.state_dict(), self.cid) if self.task.personal else None
+
+    def _keep(self, record: ArrayRecord, result: TrainResult, metrics: dict[str, Scalar]) -> None:
+        self.state[personal.KEY] = record
+        metrics["personal_loss"] = result.train_loss
 
 
 _OK = Status(Code.OK, "Success")
@@ -162,11 +204,51 @@ _OK = Status(Code.OK, "Success")
 
 def _fit_many(clients: Sequence[TaskClient], ins: FitIns) -> list[FitRes]:
     """Train clients of one task that vectorises, all from the same model."""
-    server_round = _server_round(ins)
+    asked = _asked(ins)
     task = clients[0].task
-    state = list(_received(task, ins.parameters).state_dict().values())
-    results = task.train_many(state, [client.cid for client in clients], server_round, _encode)
-    return [_fit_res(client.cid, *result) for client, result in zip(clients, results, strict=True)]
+    model = _received(task, ins.parameters)
+    metrics = _initial_losses(task, model, clients, asked)
+    state, cids = list(model.state_dict().values()), [client.cid for client in clients]
+    mine = [client._personal(model) for client in clients]
+    results = task.train_many(state, cids, asked.server_round, _encode, asked.proximal_mu)
+    if task.personal:
+        take = partial(personal.record, list(model.state_dict()))
+        kept = task.train_personal_many(state, mine, cids, asked.server_round, take)
+        for client, (record, result), its in zip(clients, kept, metrics, strict=True):
+            client._keep(record, result, its)
+    return [_fit_res(cid, *result, its) for cid, result, its in zip(cids, results, metrics, strict=True)]
+
+
+class _Asked(NamedTuple):
+    """What a fit config asks for."""
+
+    server_round: int
+    proximal_mu: float
+    initial_loss: bool
+
+
+def _asked(ins: FitIns) -> _Asked:
+    proximal_mu, initial_loss = ins.config.get("proximal_mu", 0.0), ins.config.get("initial_loss", False)
+    at_least_zero("The fit config's proximal_mu", proximal_mu)
+    boolean("The fit config's initial_loss", initial_loss)
+    return _Asked(_server_round(ins), float(proximal_mu), bool(initial_loss))
+
+
+def _initial_losses(
+    task: Task, model: nn.Module, clients: Sequence[TaskClient], asked: _Asked
+) -> list[dict[str, Scalar]]:
+    """Return for each client the metric `initial_loss`, or nothing where it is not asked for."""
+    if not asked.initial_loss:
+        return [{} for _ in clients]
+    # One by one: in a pass over all of them, a client's bits could depend on the others.
+    found = [task.evaluate(model, [client.cid], "train") for client in clients]
+    return [{"initial_loss": float(each.loss_sum[0] / each.num_examples[0])} for each in found]
+
+
+def _counts(result: Evaluation) -> dict[str, Scalar]:
+    """Return what one client reports of an evaluation."""
+    count, correct = int(result.num_examples[0]), int(result.correct[0])
+    return {"accuracy": correct / max(count, 1), "correct": correct, "loss_sum": float(result.loss_sum[0])}
 
 
 def _server_round(ins: FitIns) -> int:
@@ -185,16 +267,22 @@ def _received(task: Task, parameters: Parameters) -> nn.Module:
     return model
 
 
+def _overwrite(model: nn.Module, tensors: Sequence[Tensor]) -> None:
+    for target, source in zip(model.state_dict().values(), tensors, strict=True):
+        target.copy_(source)
+
+
 def _encode(tensors: Sequence[Tensor]) -> list[bytes]:
     return [encode(tensor.detach().cpu().contiguous().numpy()) for tensor in tensors]
 
 
-def _fit_res(cid: int, tensors: list[bytes], result: TrainResult) -> FitRes:
+def _fit_res(cid: int, tensors: list[bytes], result: TrainResult, more: Mapping[str, Scalar]) -> FitRes:
     metrics: dict[str, Scalar] = {
         "train_loss": result.train_loss,
         "local_steps": result.local_steps,
         "step_weight": result.step_weight,
         "partition_id": cid,
+        **more,
     }
     return FitRes(_OK, Parameters(tensors, "numpy.ndarray"), result.num_examples, metrics)
 
@@ -216,7 +304,7 @@ def _client(cfg: Mapping[str, Any], context: Context) -> TaskClient:
             f"This node's partition-id={cid} is outside 0..{task.num_clients - 1}, as num_clients is "
             f"{task.num_clients}; raise num_clients or start fewer nodes."
         )
-    return TaskClient(task, cid)
+    return TaskClient(task, cid, context.state)
 
 
 def _client_of_run(context: Context) -> TaskClient:

@@ -176,6 +176,11 @@ class ClientConfig:
     vectorize : bool or "auto"
         Whether clients are trained in stacks (`client_apps.vectorized`): where the model is made of linear
         layers and activations only ("auto"), always (True; an error where the model cannot) or never.
+    ditto_lambda : float or None
+        λ of Ditto: each client also trains a personal model, pulled to the global one by (λ/2)‖v − w‖², and keeps
+        it; None is without.
+    ditto_epochs : int or None
+        Passes over the training split for the personal model; None is local_epochs. Unused without ditto_lambda.
     """
 
     lr: float
@@ -186,6 +191,8 @@ class ClientConfig:
     local_epochs: int = 1
     device: str = "auto"
     vectorize: bool | str = "auto"
+    ditto_lambda: float | None = None
+    ditto_epochs: int | None = None
 
     def __post_init__(self) -> None:
         positive("client.lr", self.lr)
@@ -196,3 +203,7 @@ class ClientConfig:
         integer("client.batch_size", self.batch_size, 1)
         if not isinstance(self.vectorize, bool) and self.vectorize != "auto":
             raise ConfigError(f"client.vectorize must be auto, true or false, not {self.vectorize!r}.")
+        if self.ditto_lambda is not None:
+            at_least_zero("client.ditto_lambda", self.ditto_lambda)
+        if self.ditto_epochs is not None:
+            integer("client.ditto_epochs", self.ditto_epochs, 1)

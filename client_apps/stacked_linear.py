@@ -68,7 +68,14 @@ class StackedLinearNetwork:
         return cls(layers)
 
     def __call__(
-        self, state: list[Tensor], velocity: list[Tensor], images: Tensor, labels: Tensor, first: bool, sgd: SGD
+        self,
+        state: list[Tensor],
+        velocity: list[Tensor],
+        pull: list[Tensor],
+        images: Tensor,
+        labels: Tensor,
+        first: bool,
+        sgd: SGD,
     ) -> Tensor:
         """See `client_apps.vectorized.Step`."""
         # The parameters change on the way back and are no leaves of autograd: the graph hangs on this one instead.
@@ -78,7 +85,8 @@ class StackedLinearNetwork:
             if isinstance(layer, tuple):
                 parameters = [None if place is None else state[place] for place in layer]
                 velocities = [None if place is None or not velocity else velocity[place] for place in layer]
-                x = _Linear.apply(anchor, x, *parameters, *velocities, first, sgd)
+                pulls = [None if place is None or not pull else pull[place] for place in layer]
+                x = _Linear.apply(anchor, x, *parameters, *velocities, *pulls, first, sgd)
             elif isinstance(layer, nn.Flatten):
                 x = x.flatten(2)
             else:
@@ -103,13 +111,15 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         weight_velocity: Tensor | None,
         bias_velocity: Tensor | None,
+        weight_pull: Tensor | None,
+        bias_pull: Tensor | None,
         first: bool,
         sgd: SGD,
     ) -> Tensor:
         x = aligned(x)
         ctx.save_for_backward(x)
         # Not saved through autograd, which refuses what was changed in place.
-        ctx.rest = weight, bias, weight_velocity, bias_velocity, first, sgd
+        ctx.rest = weight, bias, weight_velocity, bias_velocity, weight_pull, bias_pull, first, sgd
         out = empty_stack(len(x), (x.shape[1], weight.shape[1]), x)
         if bias is None:
             return torch.bmm(x, weight.mT, out=out)
@@ -119,22 +129,27 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gradient = aligned(gradients[0])
         (x,) = ctx.saved_tensors
-        weight, bias, weight_velocity, bias_velocity, first, sgd = ctx.rest
+        weight, bias, weight_velocity, bias_velocity, weight_pull, bias_pull, first, sgd = ctx.rest
         to_x = None
         if ctx.needs_input_grad[1]:  # before the weight's step
             to_x = torch.bmm(gradient, weight, out=empty_stack(len(x), x.shape[1:], x))
         transposed = gradient.mT
-        lr, momentum, decay = sgd
+        lr, momentum, decay = sgd.lr, sgd.momentum, sgd.decay
         if not momentum:
             weight.baddbmm_(transposed, x, beta=1 - lr * decay, alpha=-lr)
+            if weight_pull is not None:
+                weight.add_(weight_pull, alpha=lr)
         else:
             weight_velocity.baddbmm_(transposed, x, beta=0 if first else momentum)
             if decay:
                 weight_velocity.add_(weight, alpha=decay)
+            if weight_pull is not None:
+                weight_velocity.sub_(weight_pull)
             weight.sub_(weight_velocity, alpha=lr)
         if bias is not None:
-            sgd_step([bias], [gradient.sum(1)], [bias_velocity], sgd, first=first)
-        return None, to_x, None, None, None, None, None, None
+            bias_pulls = [] if bias_pull is None else [bias_pull]
+            sgd_step([bias], [gradient.sum(1)], [bias_velocity], bias_pulls, sgd, first=first)
+        return None, to_x, *[None] * 8
 
 
 def empty_stack(count: int, shape: Sequence[int], like: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""The local loop: SGD on one client's samples."""
+"""The local loop: SGD on one client's samples, pulled to a model where there is a proximal term."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,12 +23,14 @@ class TrainResult:
     num_examples : int
         Size of its training split.
     train_loss : float
-        Mean loss per sample over the whole local training; not finite where training diverged.
+        Mean loss per sample over the whole local training, without a proximal term; not finite where training
+        diverged.
     local_steps : int
         SGD steps taken.
     step_weight : float
         FedNova's ‖a_i‖₁ (Wang et al. 2020, arXiv 2007.07481, section 4): how often the gradients of the
-        local steps enter the update, in units of the learning rate. Equals local_steps without momentum.
+        local steps enter the update, in units of the learning rate. Equals local_steps for plain SGD; see the
+        function `step_weight`.
     """
 
     num_examples: int
@@ -38,11 +40,27 @@ class TrainResult:
 
 
 class SGD(NamedTuple):
-    """Options of a step, as of torch.optim.SGD."""
+    """Options of a step, as of torch.optim.SGD, and the factor of a proximal term.
+
+    The proximal term (μ/2)‖w − c‖² has the gradient μ w − μ c: a decay of the weights by μ, and a constant, which
+    the steps take as `pull`.
+    """
 
     lr: float
     momentum: float
     weight_decay: float
+    proximal_mu: float = 0.0
+
+    @property
+    def decay(self) -> float:
+        """What multiplies the weights in the gradient: weight decay and proximal term together."""
+        return self.weight_decay + self.proximal_mu
+
+    def pull(self, center: Sequence[Tensor]) -> list[Tensor]:
+        """Return the constant part μ c of the proximal gradient; empty, and never computed, for μ = 0."""
+        if not self.proximal_mu:
+            return []
+        return [tensor.detach() * self.proximal_mu for tensor in center]
 
 
 def local_sgd(
@@ -57,8 +75,14 @@ def local_sgd(
     epochs: int,
     batch_size: int,
     seed: int,
+    proximal_mu: float = 0.0,
+    center: Sequence[Tensor] | None = None,
 ) -> TrainResult:
     """Train a classifier in place with cross-entropy.
+
+    With a proximal term the objective is F(w) + (μ/2)‖w − c‖² over the trained parameters: FedProx (Li et al.
+    2020, arXiv 1812.06127, eq. 2) where c is the model as it comes in, the personal model of Ditto (Li et al. 2021,
+    arXiv 2012.04221, eq. Ditto) where c is the global one.
 
     The last batch of an epoch may be smaller. One of a single sample is skipped where the model has
     BatchNorm, whose batch statistics need more than one, unless batches are that small anyway.
@@ -80,14 +104,25 @@ def local_sgd(
         Passes over the samples, and samples of a step.
     seed : int
         Decides order, augmentation and dropout; the global generators are neither read nor moved.
+    proximal_mu : float
+        μ >= 0; 0 leaves the proximal term out.
+    center : sequence of Tensor, optional
+        c, one tensor for each state_dict entry and in its order, of which those of trained parameters count; by
+        default the model as it comes in.
     """
     count = len(labels)
     generator = torch.Generator().manual_seed(seed)
     skip_single = 1 < batch_size < count and count % batch_size == 1 and has_batch_norm(model)
     if not model.training:  # the walk over the modules is not free, and between clients nobody changes the mode
         model.train()
-    parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-    sgd = SGD(lr, momentum, weight_decay)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters: list[Tensor] = list(trained.values())
+    sgd = SGD(lr, momentum, weight_decay, proximal_mu)
+    if center is not None:
+        named = dict(zip(model.state_dict(), center, strict=True))
+        pull = sgd.pull([named[name] for name in trained])
+    else:
+        pull = sgd.pull(parameters)
     velocity = [torch.empty_like(p, requires_grad=False) for p in parameters] if momentum else []
     loss_sum = torch.zeros((), dtype=torch.float64, device=images.device)
     seen, steps = 0, 0
@@ -100,24 +135,27 @@ def local_sgd(
                 loss = F.cross_entropy(model(transform(images[batch], generator)), labels[batch])
                 gradients = torch.autograd.grad(loss, parameters)
                 with torch.no_grad():
-                    sgd_step(parameters, gradients, velocity, sgd, first=not steps)
+                    sgd_step(parameters, gradients, velocity, pull, sgd, first=not steps)
                 loss_sum += loss.detach() * len(batch)  # read once at the end: a GPU need not wait for the host
                 seen += len(batch)
                 steps += 1
-    return TrainResult(count, loss_sum.item() / seen, steps, step_weight(steps, momentum))
+    return TrainResult(count, loss_sum.item() / seen, steps, step_weight(steps, sgd))
 
 
 def sgd_step(
     parameters: list[Tensor],
     gradients: Tensors,
     velocity: list[Tensor],
+    pull: list[Tensor],
     sgd: SGD,
     *,
     first: bool,
 ) -> None:
-    """Take one step of torch.optim.SGD: g <- g + weight_decay w; v <- momentum v + g; w <- w - lr v.
+    """Take one step of torch.optim.SGD: g <- g + decay w - pull; v <- momentum v + g; w <- w - lr v.
 
-    The operations and their order are torch's, so the results are, too; what is saved is the optimiser
+    Decay is weight_decay + μ and the pull μ c: weight decay and the gradient μ (w - c) of a proximal term both enter
+    before momentum, as if torch.optim.SGD were given the gradient of the whole objective. Without a proximal term the
+    operations and their order are torch's, so the results are, too; what is saved is the optimiser
     object, whose construction and hooks cost as much as a step of a small model.
 
     Parameters
@@ -128,14 +166,18 @@ def sgd_step(
         g, one for each parameter.
     velocity : list of Tensor
         v, changed in place; unused, and may be empty, without momentum.
+    pull : list of Tensor
+        `SGD.pull` of the proximal term's center: empty, or one for each parameter, of a shape that broadcasts to its.
     sgd : SGD
         Options.
     first : bool
         Whether v becomes g, whatever it held before.
     """
-    lr, momentum, weight_decay = sgd
-    if weight_decay:
-        gradients = torch._foreach_add(gradients, parameters, alpha=weight_decay)
+    momentum, decay = sgd.momentum, sgd.decay
+    if decay:
+        gradients = torch._foreach_add(gradients, parameters, alpha=decay)
+    if pull:  # then there is a decay, and the gradients are this function's own
+        torch._foreach_sub_(gradients, pull)
     if momentum:
         if first:
             torch._foreach_copy_(velocity, gradients)
@@ -143,16 +185,37 @@ def sgd_step(
             torch._foreach_mul_(velocity, momentum)
             torch._foreach_add_(velocity, gradients)
         gradients = velocity
-    torch._foreach_add_(parameters, gradients, alpha=-lr)
+    torch._foreach_add_(parameters, gradients, alpha=-sgd.lr)
 
 
-def step_weight(steps: int, momentum: float) -> float:
-    """Sum over the steps k = 1..steps of how often the k-th gradient is used; see `TrainResult`."""
-    coefficient, total = 0.0, 0.0
+def step_weight(steps: int, sgd: SGD) -> float:
+    """Return FedNova's ‖a‖₁ (Wang et al. 2020, arXiv 2007.07481, section 4): how often gradients enter an update.
+
+    a_k is the coefficient of the k-th gradient g_k of the data loss in (w_t − w)/lr after `steps` steps from w_t:
+
+    - SGD: a = [1, ..., 1];
+    - momentum β: a_k = (1 − β^(steps−k+1))/(1 − β);
+    - proximal term μ: a_k = (1 − lr μ)^(steps−k).
+
+    With both, the steps v <- β v + g_k − μ lr x, x <- x + v of x = (w_t − w)/lr are linear in the gradients and the
+    same at all times: a_k is h_(steps−k), where h_j is what a single gradient of 1 leaves in x after j more steps.
+    Summed up, the recursion of v gives h_(j+1) = β h_j + 1 − lr μ (h_0 + ... + h_j) from h_0 = 1, which holds all
+    three cases above. Where proximal steps overshoot, some coefficients are negative; ‖a‖₁ sums their sizes. Weight
+    decay counts as part of the data loss, as the gradient of an L2 penalty.
+
+    Parameters
+    ----------
+    steps : int
+        Local steps taken.
+    sgd : SGD
+        lr, momentum and proximal_mu of these steps.
+    """
+    shrink = sgd.lr * sgd.proximal_mu
+    coefficient, past, total = 0.0, 0.0, 0.0
     for _ in range(steps):
-        # The k-th gradient enters this step with weight momentum^(steps - k).
-        coefficient = momentum * coefficient + 1
-        total += coefficient
+        coefficient = sgd.momentum * coefficient + 1 - shrink * past
+        past += coefficient
+        total += abs(coefficient)
     return total
 
 

@@ -35,20 +35,30 @@ class Work(NamedTuple):
     labels : Tensor of int64, shape (n,)
     seed : int
         Decides order and augmentation.
+    start : sequence of Tensor, optional
+        The client's own model to start from, in state_dict order; by default the one that all got.
     """
 
     images: Tensor
     labels: Tensor
     seed: int
+    start: Sequence[Tensor] | None = None
 
 
 class Step(Protocol):
     """One SGD step of stacked models."""
 
     def __call__(
-        self, state: list[Tensor], velocity: list[Tensor], images: Tensor, labels: Tensor, first: bool, sgd: SGD
+        self,
+        state: list[Tensor],
+        velocity: list[Tensor],
+        pull: list[Tensor],
+        images: Tensor,
+        labels: Tensor,
+        first: bool,
+        sgd: SGD,
     ) -> Tensor:
-        """Step each client's model along the gradient of its own mean cross-entropy.
+        """Step each client's model along the gradient of its own mean cross-entropy and of the proximal term.
 
         Parameters
         ----------
@@ -56,6 +66,9 @@ class Step(Protocol):
             One tensor of shape (k, ...) for each state_dict entry of the model; changed in place.
         velocity : list of Tensor
             One for each trained parameter, in state_dict order; changed in place. Empty without momentum.
+        pull : list of Tensor
+            `SGD.pull` of the model that all clients are pulled to: one for each trained parameter, without the
+            clients' axis. Empty without a proximal term.
         images : Tensor, shape (k, b, c, h, w)
             Network input.
         labels : Tensor of int64, shape (k, b)
@@ -71,7 +84,7 @@ class Step(Protocol):
 
 
 class VectorizedTraining:
-    """SGD on groups of clients that start from the same model.
+    """SGD on groups of clients that start from the same model, or are pulled to it.
 
     The stacks are kept: fresh ones of this size cost more page faults than a step costs arithmetic.
 
@@ -89,6 +102,7 @@ class VectorizedTraining:
         self._state = [empty_stack(self.capacity, tensor.shape, tensor) for tensor in state.values()]
         # Without momentum this memory is never touched, and so never taken from the machine.
         self._velocity = [empty_stack(self.capacity, self._state[i].shape[1:], self._state[i]) for i in trained]
+        self._trained = trained
         self._step: Step = StackedLinearNetwork.of(model) or _General(model, trained)
 
     def train(
@@ -104,13 +118,15 @@ class VectorizedTraining:
         weight_decay: float,
         epochs: int,
         batch_size: int,
+        proximal_mu: float = 0.0,
     ) -> list[tuple[T, TrainResult]]:
         """Train a copy of the model for each client, as `client_apps.training.local_sgd` does.
 
         Parameters
         ----------
         state : sequence of Tensor
-            The model every client starts from, in state_dict order; not changed.
+            The model a client starts from unless it has a start of its own, and which a proximal term pulls all
+            to, in state_dict order; not changed.
         clients : sequence of Work
             On the model's device.
         take : Callable
@@ -120,7 +136,7 @@ class VectorizedTraining:
             Turns uint8 images of one client into others with that client's CPU generator.
         normalise : Callable
             Turns uint8 images of shape (k, b, c, h, w) into network input, each pixel by itself.
-        lr, momentum, weight_decay, epochs, batch_size
+        lr, momentum, weight_decay, epochs, batch_size, proximal_mu
             As in `local_sgd`.
 
         Returns
@@ -130,15 +146,20 @@ class VectorizedTraining:
         """
         # Largest first: the clients that still have a full batch are then a prefix, a view without a copy.
         order = sorted(range(len(clients)), key=lambda i: -len(clients[i].labels))
-        sgd = SGD(lr, momentum, weight_decay)
+        sgd = SGD(lr, momentum, weight_decay, proximal_mu)
+        pull = sgd.pull([state[i].to(self._state[i].device) for i in self._trained])
         taken: dict[int, tuple[T, TrainResult]] = {}
         for start in range(0, len(order), self.capacity):
             members = order[start : start + self.capacity]
             stacks = [stack[: len(members)] for stack in self._state]
             for stack, tensor in zip(stacks, state, strict=True):
                 stack.copy_(tensor.detach())
+            for row, i in enumerate(members):
+                if (own := clients[i].start) is not None:
+                    for stack, tensor in zip(stacks, own, strict=True):
+                        stack[row].copy_(tensor.detach())
             results = self._train_group(
-                stacks, [clients[i] for i in members], augment, normalise, sgd, epochs, batch_size
+                stacks, [clients[i] for i in members], pull, augment, normalise, sgd, epochs, batch_size
             )
             for row, (i, result) in enumerate(zip(members, results, strict=True)):
                 taken[i] = take([stack[row] for stack in stacks]), result
@@ -148,6 +169,7 @@ class VectorizedTraining:
         self,
         stacks: Sequence[Tensor],
         clients: Sequence[Work],
+        pull: list[Tensor],
         augment: Callable[[Tensor, torch.Generator], Tensor] | None,
         normalise: Callable[[Tensor], Tensor],
         sgd: SGD,
@@ -176,12 +198,12 @@ class VectorizedTraining:
                 if augment is not None:
                     pixels = torch.stack([augment(pixels[i - start], generators[i]) for i in range(start, stop)])
                 first = epoch == 0 and low == 0
-                loss = self._step(state, velocity, normalise(pixels), labels[batch], first, sgd)
+                loss = self._step(state, velocity, pull, normalise(pixels), labels[batch], first, sgd)
                 losses[start:stop] += loss * (high - low)
         results = []
         for size, loss_sum in zip(sizes, losses.tolist(), strict=True):
             steps = epochs * -(-size // batch_size)
-            results.append(TrainResult(size, loss_sum / (epochs * size), steps, step_weight(steps, sgd.momentum)))
+            results.append(TrainResult(size, loss_sum / (epochs * size), steps, step_weight(steps, sgd)))
         return results
 
     def _velocities(self, start: int, stop: int, sgd: SGD) -> list[Tensor]:
@@ -220,11 +242,18 @@ class _General:
         self._gradients = vmap(grad_and_value(loss))
 
     def __call__(
-        self, state: list[Tensor], velocity: list[Tensor], images: Tensor, labels: Tensor, first: bool, sgd: SGD
+        self,
+        state: list[Tensor],
+        velocity: list[Tensor],
+        pull: list[Tensor],
+        images: Tensor,
+        labels: Tensor,
+        first: bool,
+        sgd: SGD,
     ) -> Tensor:
         parameters, others = [state[i] for i in self._trained], [state[i] for i in self._fixed]
         gradients, losses = self._gradients(parameters, others, images, labels)
-        sgd_step(parameters, gradients, velocity, sgd, first=first)
+        sgd_step(parameters, gradients, velocity, pull, sgd, first=first)
         loss: Tensor = losses
         return loss
 

@@ -1,6 +1,7 @@
 """Evaluator: the global model on every client's test split, on the server in one pass or by the clients themselves.
 
-Both ways count correct answers per client and go through the same summary, so they give the same numbers.
+Both ways count correct answers per client and go through the same summary, so they give the same numbers. Only clients
+can evaluate their personal models (Ditto), which never leave them.
 """
 
 from __future__ import annotations
@@ -55,13 +56,28 @@ class Evaluator:
         return {}
 
     def from_clients(self, results: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Scalar]:
-        """Flower's `evaluate_metrics_aggregation_fn`: what the clients counted, summarised."""
+        """Flower's `evaluate_metrics_aggregation_fn`: what the clients counted, summarised.
+
+        Parameters
+        ----------
+        results : list of (int, dict)
+            Each client's number of test examples, and its metrics `partition_id`, `correct` and `loss_sum`; with
+            personal models also `personal_correct` and `personal_loss_sum`.
+
+        Returns
+        -------
+        dict
+            Of the global model `accuracy`, `accuracy_std`, `worst10`, `best10`, `accuracy_weighted` and
+            `clients_evaluated`. Where clients report them, of their personal models `personal_accuracy`,
+            `personal_accuracy_std`, `personal_worst10`, `personal_best10`, every client counting once, and
+            `personal_loss`, the mean over all examples. Clients without test data are left out.
+        """
         columns = [
             np.array([metrics[key] for _, metrics in results]) for key in ("partition_id", "correct", "loss_sum")
         ]
         examples = np.array([n for n, _ in results])
         _, metrics = self._summarise(self._round, columns[0], examples, columns[1], columns[2])
-        return metrics
+        return metrics | _personal(results)
 
     def _summarise(
         self, server_round: int, ids: np.ndarray, examples: np.ndarray, correct: np.ndarray, loss_sum: np.ndarray
@@ -79,3 +95,22 @@ class Evaluator:
             "accuracy_weighted": float(correct.sum() / examples.sum()),
             "clients_evaluated": len(ids),
         }
+
+
+def _personal(results: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Scalar]:
+    """Summarise the clients' personal models; empty where nobody with test data reports one."""
+    found = [(n, metrics) for n, metrics in results if n > 0 and "personal_correct" in metrics]
+    if not found:
+        return {}
+    examples = np.array([n for n, _ in found])
+    correct, loss_sum = (
+        np.array([metrics[key] for _, metrics in found]) for key in ("personal_correct", "personal_loss_sum")
+    )
+    spread = fairness(correct / examples)
+    return {
+        "personal_accuracy": spread.mean,
+        "personal_accuracy_std": spread.std,
+        "personal_worst10": spread.worst10,
+        "personal_best10": spread.best10,
+        "personal_loss": float(loss_sum.sum() / examples.sum()),
+    }

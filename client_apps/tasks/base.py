@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from client_apps.training import TrainResult
 
 T = TypeVar("T")
+SplitName = Literal["train", "test"]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on the test splits of some clients, one entry for each in the order asked.
+    """A model on the test or training splits of some clients, one entry for each in the order asked.
 
     Parameters
     ----------
     num_examples : ndarray of int64
-        Test samples; 0 is possible.
+        Samples of the split; 0 is possible for test splits.
     correct : ndarray of int64
         Those classified correctly.
     loss_sum : ndarray of float64
@@ -60,11 +61,20 @@ class Task(Protocol):
     def test_size(self, cid: int) -> int:
         """Size of a client's test split."""
 
-    def train(self, model: nn.Module, cid: int, server_round: int) -> TrainResult:
-        """Train the model in place on a client's training split."""
+    @property
+    def personal(self) -> bool:
+        """Whether clients train a personal model, too, which is when the two `train_personal` may be called."""
+
+    def train(self, model: nn.Module, cid: int, server_round: int, proximal_mu: float = 0.0) -> TrainResult:
+        """Train the model in place on a client's training split, with `proximal_mu` as FedProx."""
 
     def train_many(
-        self, state: Sequence[Tensor], cids: Sequence[int], server_round: int, take: Callable[[list[Tensor]], T]
+        self,
+        state: Sequence[Tensor],
+        cids: Sequence[int],
+        server_round: int,
+        take: Callable[[list[Tensor]], T],
+        proximal_mu: float = 0.0,
     ) -> list[tuple[T, TrainResult]]:
         """Train a copy of the model for each client; for each, in the order asked, what `take` made of its tensors.
 
@@ -73,5 +83,18 @@ class Task(Protocol):
         other clients.
         """
 
-    def evaluate(self, model: nn.Module, cids: Sequence[int]) -> Evaluation:
-        """Evaluate the model on the test splits of some clients."""
+    def train_personal(self, model: nn.Module, center: Sequence[Tensor], cid: int, server_round: int) -> TrainResult:
+        """Train a client's personal model in place, pulled to the global model `center`, in state_dict order."""
+
+    def train_personal_many(
+        self,
+        center: Sequence[Tensor],
+        starts: Sequence[Sequence[Tensor] | None],
+        cids: Sequence[int],
+        server_round: int,
+        take: Callable[[list[Tensor]], T],
+    ) -> list[tuple[T, TrainResult]]:
+        """Train each client's personal model from its start, None being `center`; `take` as in `train_many`."""
+
+    def evaluate(self, model: nn.Module, cids: Sequence[int], split: SplitName = "test") -> Evaluation:
+        """Evaluate the model on one of the splits of some clients."""

@@ -19,11 +19,14 @@ from client_apps.data.partition import partition
 from client_apps.data.transforms import Normalise, random_crop_flip
 from client_apps.errors import ConfigError
 from client_apps.stacked_linear import StackedLinearNetwork
-from client_apps.tasks.base import Evaluation
+from client_apps.tasks.base import Evaluation, SplitName
 from client_apps.training import TrainResult, isolated_rng, local_sgd
 from client_apps.vectorized import VectorizedTraining, Work, obstacle
 
 T = TypeVar("T")
+
+# Sets the random stream of personal training apart; not 0, which a seed cannot be told from.
+_PERSONAL = 1
 
 
 class Split(NamedTuple):
@@ -113,7 +116,12 @@ class ClassificationTask:
         """Size of a client's test split, possibly 0."""
         return len(self._split(cid).test)
 
-    def train(self, model: nn.Module, cid: int, server_round: int) -> TrainResult:
+    @property
+    def personal(self) -> bool:
+        """Whether clients train a personal model, too: `client.ditto_lambda` is set."""
+        return self.client.ditto_lambda is not None
+
+    def train(self, model: nn.Module, cid: int, server_round: int, proximal_mu: float = 0.0) -> TrainResult:
         """Train the model in place on a client's training split.
 
         Everything random is drawn from (seed, cid, server_round), so on a CPU with one thread the result
@@ -127,20 +135,24 @@ class ClassificationTask:
             Client, from 0.
         server_round : int
             Round, from 1; the learning rate is lr * lr_decay^(server_round - 1).
+        proximal_mu : float
+            FedProx's μ: the objective is F(w) + (μ/2)‖w − w_t‖², with w_t the model as it comes in.
         """
         self._place(model)
         if self.vectorized:
             # The code that trains groups, so that engines with and without groups agree bit for bit.
             state = list(model.state_dict().values())
-            ((_, result),) = self.train_many(state, [cid], server_round, partial(_copy, state))
+            ((_, result),) = self.train_many(state, [cid], server_round, partial(_copy, state), proximal_mu)
             return result
-        images, labels, seed = self._work(cid, server_round)
-        return local_sgd(
-            model, images, labels, seed=seed, transform=self._training_input, **self._sgd_options(server_round)
-        )
+        return self._train_one(model, self._work(cid, server_round), None, self._sgd_options(server_round, proximal_mu))
 
     def train_many(
-        self, state: Sequence[Tensor], cids: Sequence[int], server_round: int, take: Callable[[list[Tensor]], T]
+        self,
+        state: Sequence[Tensor],
+        cids: Sequence[int],
+        server_round: int,
+        take: Callable[[list[Tensor]], T],
+        proximal_mu: float = 0.0,
     ) -> list[tuple[T, TrainResult]]:
         """Train a copy of the model for each client, many at once; only where `vectorized`.
 
@@ -158,23 +170,81 @@ class ClassificationTask:
         take : Callable
             Called once for each client with its trained tensors in state_dict order, on `device`. They lie in
             memory that is used again: it must copy what it keeps.
+        proximal_mu : float
+            As in `train`.
 
         Returns
         -------
         list
             For each client, in the order asked, what `take` returned, and its TrainResult.
         """
-        return self._vectorized_training.train(
-            state,
-            [self._work(cid, server_round) for cid in cids],
-            take,
-            augment=random_crop_flip if self.dataset.augment == "crop_flip" else None,
-            normalise=self._normalise,
-            **self._sgd_options(server_round),
+        works = [self._work(cid, server_round) for cid in cids]
+        return self._train_stack(state, works, take, self._sgd_options(server_round, proximal_mu))
+
+    def train_personal(self, model: nn.Module, center: Sequence[Tensor], cid: int, server_round: int) -> TrainResult:
+        """Train a client's personal model in place: Ditto (Li et al. 2021, arXiv 2012.04221, algorithm 1).
+
+        A step is v <- v - lr (∇F(v) + λ (v - w)), with w the global model as the client received it, λ
+        `client.ditto_lambda`, and all else as in `train`. What is random comes from a stream of its own, drawn from
+        (seed, cid, server_round).
+
+        Parameters
+        ----------
+        model : nn.Module
+            v; moved to `device`.
+        center : sequence of Tensor
+            w, in state_dict order; not changed.
+        cid : int
+            Client, from 0.
+        server_round : int
+            Round, from 1.
+        """
+        self._place(model)
+        if self.vectorized:
+            state = list(model.state_dict().values())
+            ((_, result),) = self.train_personal_many(center, [state], [cid], server_round, partial(_copy, state))
+            return result
+        center = [tensor.to(self.device) for tensor in center]
+        return self._train_one(
+            model, self._work(cid, server_round, _PERSONAL), center, self._ditto_options(server_round)
         )
 
-    def evaluate(self, model: nn.Module, cids: Sequence[int]) -> Evaluation:
-        """Evaluate the model on the test splits of some clients, all in one pass.
+    def train_personal_many(
+        self,
+        center: Sequence[Tensor],
+        starts: Sequence[Sequence[Tensor] | None],
+        cids: Sequence[int],
+        server_round: int,
+        take: Callable[[list[Tensor]], T],
+    ) -> list[tuple[T, TrainResult]]:
+        """Train the personal models of many clients at once, as `train_personal` does; only where `vectorized`.
+
+        Parameters
+        ----------
+        center : sequence of Tensor
+            The global model that all received, in state_dict order; not changed.
+        starts : sequence
+            Each client's personal model so far in state_dict order, not changed; None is `center`.
+        cids : sequence of int
+            Clients, from 0.
+        server_round : int
+            Round, from 1.
+        take : Callable
+            As in `train_many`.
+
+        Returns
+        -------
+        list
+            For each client, in the order asked, what `take` returned, and its TrainResult.
+        """
+        works = [
+            self._work(cid, server_round, _PERSONAL)._replace(start=start)
+            for cid, start in zip(cids, starts, strict=True)
+        ]
+        return self._train_stack(center, works, take, self._ditto_options(server_round))
+
+    def evaluate(self, model: nn.Module, cids: Sequence[int], split: SplitName = "test") -> Evaluation:
+        """Evaluate the model on the test or the training splits of some clients, all in one pass, without augmentation.
 
         Parameters
         ----------
@@ -182,10 +252,12 @@ class ClassificationTask:
             Moved to `device` and left in evaluation mode.
         cids : Sequence[int]
             Clients, from 0.
+        split : {"test", "train"}
+            Which of each client's splits.
         """
-        tests = [self._split(cid).test for cid in cids]
-        sizes = np.array([len(test) for test in tests], dtype=np.int64)
-        indices = np.concatenate([*tests, np.empty(0, np.int64)])
+        parts: list[NDArray[np.int64]] = [getattr(self._split(cid), split) for cid in cids]
+        sizes = np.array([len(part) for part in parts], dtype=np.int64)
+        indices = np.concatenate([*parts, np.empty(0, np.int64)])
         # Tensors made in inference mode cannot be trained, so model and normalisation get ready before.
         self._place(model)
         model.eval()
@@ -256,7 +328,25 @@ class ClassificationTask:
         if here.type != self.device.type or self.device.index not in (None, here.index):
             model.to(self.device)
 
-    def _sgd_options(self, server_round: int) -> dict[str, Any]:
+    def _train_one(
+        self, model: nn.Module, work: Work, center: Sequence[Tensor] | None, options: dict[str, Any]
+    ) -> TrainResult:
+        images, labels, seed, _ = work
+        return local_sgd(model, images, labels, seed=seed, transform=self._training_input, center=center, **options)
+
+    def _train_stack(
+        self,
+        state: Sequence[Tensor],
+        works: Sequence[Work],
+        take: Callable[[list[Tensor]], T],
+        options: dict[str, Any],
+    ) -> list[tuple[T, TrainResult]]:
+        augment = random_crop_flip if self.dataset.augment == "crop_flip" else None
+        return self._vectorized_training.train(
+            state, works, take, augment=augment, normalise=self._normalise, **options
+        )
+
+    def _sgd_options(self, server_round: int, proximal_mu: float = 0.0) -> dict[str, Any]:
         options = self.client
         return {
             "lr": options.lr * options.lr_decay ** (server_round - 1),
@@ -264,10 +354,18 @@ class ClassificationTask:
             "weight_decay": options.weight_decay,
             "epochs": options.local_epochs,
             "batch_size": options.batch_size,
+            "proximal_mu": proximal_mu,
         }
 
-    def _work(self, cid: int, server_round: int) -> Work:
-        return Work(*self._tensors(self._split(cid).train), seed=_seed(self.seed, cid, server_round))
+    def _ditto_options(self, server_round: int) -> dict[str, Any]:
+        strength, epochs = self.client.ditto_lambda, self.client.ditto_epochs
+        if strength is None:
+            raise ConfigError("Personal models are trained only where client.ditto_lambda is a number; set it.")
+        options = self._sgd_options(server_round, strength)
+        return options if epochs is None else {**options, "epochs": epochs}
+
+    def _work(self, cid: int, server_round: int, *stream: int) -> Work:
+        return Work(*self._tensors(self._split(cid).train), seed=_seed(self.seed, cid, server_round, *stream))
 
     def _tensors(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         images = torch.from_numpy(self._samples.images[indices])
