@@ -69,7 +69,7 @@ def make_server_app(cfg: Mapping[str, Any], task: Task) -> ServerApp:
 
 
 def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> None:
-    """Run all rounds on a grid; the last global model is saved even if the run fails."""
+    """Run all rounds on a grid; the model that was evaluated last is saved even if the run fails."""
     _require_nodes(grid, cfg["num_clients"])
     rounds, every = cfg["num_rounds"], cfg["evaluation"]["every"]
     with RunTracker(
@@ -92,7 +92,7 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
         finally:
             if strategy.parameters is not None:
                 names = task.new_model().state_dict()
-                arrays = parameters_to_ndarrays(strategy.parameters)
+                arrays = parameters_to_ndarrays(strategy.evaluated(strategy.parameters))
                 tracker.save_model({n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
 
 

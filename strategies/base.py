@@ -44,6 +44,9 @@ _REASONS = 20
 
 _FIT, _EVALUATE = 0, 1  # streams of the sampling generator
 
+# Losses that clients report and their names in the round's metrics; evaluation has a personal_loss of its own.
+_LOSSES = {"train_loss": "train_loss", "initial_loss": "initial_loss", "personal_loss": "personal_train_loss"}
+
 # What a metric that a method requires has to be.
 _REQUIREMENTS: dict[str, Requirement] = {
     "initial_loss": (lambda value: value >= 0, "the mean loss before training, a number of at least 0,"),
@@ -51,6 +54,7 @@ _REQUIREMENTS: dict[str, Requirement] = {
     "local_steps": (lambda value: value > 0, "the number of local steps, above 0,"),
     "train_loss": (lambda _: True, "the mean loss of local training, a number,"),
 }
+_ANY_NUMBER: Requirement = (lambda _: True, "a number")
 
 
 class RoundsFailed(RuntimeError):
@@ -109,7 +113,8 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     requires: tuple[str, ...] = ()
     """The metrics without which a client's result is rejected: initial_loss, step_weight, local_steps, train_loss.
 
-    Clients are asked for `initial_loss` in the fit config where it is among them.
+    Any other key may be named too, and has to be a finite number. Clients are asked for `initial_loss` in the fit
+    config where it is among them.
     """
 
     def __init__(
@@ -302,7 +307,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             model.layers,
             device=self.device,
             order=self.sampler.order,
-            requires={key: _REQUIREMENTS[key] for key in self.requires},
+            requires={key: _REQUIREMENTS.get(key, _ANY_NUMBER) for key in self.requires},
         )
         metrics: dict[str, Scalar] = {
             "clients_sampled": sampled,
@@ -392,10 +397,11 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         if failed:
             metrics["failure_reasons"] = json.dumps(failed[:_REASONS])
         self._reasons = [*(str(r) for r in updates.rejected), *failed]
-        losses = [(n, m["train_loss"]) for n, m in zip(updates.num_examples, updates.metrics, strict=True)
-                  if is_real(m.get("train_loss"))]  # fmt: skip
-        if losses:
-            metrics["train_loss"] = sum(n * float(x) for n, x in losses) / sum(n for n, _ in losses)
+        for key, name in _LOSSES.items():
+            losses = [(n, m[key]) for n, m in zip(updates.num_examples, updates.metrics, strict=True)
+                      if is_real(m.get(key))]  # fmt: skip
+            if losses:
+                metrics[name] = sum(n * float(x) for n, x in losses) / sum(n for n, _ in losses)
 
     def aggregate_evaluate(
         self,
@@ -444,7 +450,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     def _set_model(self, parameters: Parameters) -> GlobalModel:
         if self._model is None or parameters is not self._model.parameters:
             model = GlobalModel(parameters, self.layers)
-            require_layers(model.layers, self.memory)
+            require_layers(model.layers, self.memory, self.remembers_rows)
             self._model = model
         return self._model
 
@@ -506,7 +512,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         if self._model is None and self.initial_parameters is not None:
             self._set_model(self.initial_parameters)
         if self._model is not None:  # otherwise the first model that comes is checked
-            require_layers(self._model.layers, memory)
+            require_layers(self._model.layers, memory, self.remembers_rows)
         self.memory, self.records = memory, copy.deepcopy(dict(records))
         self._round, self._failed_rounds, self._start_norm = int(number), int(failed), start_norm
         self._offset = None
