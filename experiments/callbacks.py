@@ -10,10 +10,27 @@ from omegaconf import DictConfig
 
 
 class ReportAfterMultirun(Callback):
-    """Writes report.md, report.csv and curves.png into the sweep's folder and prints the table."""
+    """Writes report.md, report.csv and curves.png into the sweep's folder and prints the table.
+
+    Parameters
+    ----------
+    against : str, optional
+        The strategy to hold against the others.
+    points : bool
+        Also show the points of a tuning sweep, and choose the best: see `experiments.tuning`.
+    """
+
+    def __init__(self, against: str | None = None, points: bool = False) -> None:
+        self.against = against
+        self.points = points
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Report on every run below the sweep's folder."""
-        from .report import report  # matplotlib is slow to import, and single runs do not need it
+        # matplotlib is slow to import, and single runs do not need it
+        from .report import report
+        from .tuning import choose
 
-        report([Path(config.hydra.sweep.dir)])
+        folder = Path(config.hydra.sweep.dir)
+        report([folder], against=self.against)
+        if self.points:
+            choose(folder)

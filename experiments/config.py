@@ -21,11 +21,16 @@ from strategies import UpdateStrategy
 from strategies.options import is_count, is_integer, is_real
 
 from .engine import ENGINES
+from .hparams import apply_point
 
 _TOP = {
     "seed", "num_clients", "num_rounds", "clients_per_round", "data_dir", "output_dir", "target_accuracy",
     "strategy", "dataset", "model", "client", "evaluation", "simulation", "tracking",
 }  # fmt: skip
+# May be absent, as in configurations of before they were known.
+_OPTIONAL = {"skip_finished", "benchmark_name"}
+# What only composing needs.
+_COMPOSING = {"hydra", "experiment", "benchmark", "hparams", "tuned", "tuning_rounds"}
 # The keys of the groups that are read here; an empty set where the room that reads them checks them.
 _GROUPS: dict[str, set[str]] = {
     "strategy": set(),
@@ -57,7 +62,9 @@ def compose(overrides: Sequence[str]) -> dict[str, Any]:
         GlobalHydra.instance().clear()
         with initialize_config_module("conf", version_base="1.3", job_name="fedconcord"):
             cfg = hydra_compose("config", overrides=list(overrides))
-            return to_dict(cfg)
+            return to_dict(cfg, overrides)
+    except ConfigError:
+        raise
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"the overrides {list(overrides)} do not compose: {message_of(error)}") from error
 
@@ -71,11 +78,14 @@ def from_run_config(run_config: Mapping[str, Any]) -> dict[str, Any]:
     return compose(overrides)
 
 
-def to_dict(cfg: DictConfig) -> dict[str, Any]:
-    """Resolve a composed configuration to plain Python values, without what only composing needs."""
-    plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+def to_dict(cfg: DictConfig, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Resolve a composed configuration to plain Python values, without what only composing needs.
+
+    The point that its hparams choose is applied first, except to the keys that the overrides set.
+    """
+    plain = OmegaConf.to_container(apply_point(cfg, overrides), resolve=True, throw_on_missing=True)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items() if key not in ("hydra", "experiment", "tuned")}
+    return {str(key): value for key, value in plain.items() if key not in _COMPOSING}
 
 
 def check(cfg: Mapping[str, Any]) -> Task:
@@ -89,7 +99,7 @@ def check(cfg: Mapping[str, Any]) -> Task:
     missing = sorted(_TOP - set(cfg))
     if missing:
         raise ConfigError(f"the configuration lacks {missing[0]}; do not remove it.")
-    _known("the configuration", cfg, _TOP)
+    _known("the configuration", cfg, _TOP | _OPTIONAL)
     for group, keys in _GROUPS.items():
         if not isinstance(cfg[group], Mapping) or (keys and keys - set(cfg[group])):
             raise ConfigError(f"{group}={cfg[group]!r} must be a group of keys, as {group}= chooses one.")
@@ -100,6 +110,9 @@ def check(cfg: Mapping[str, Any]) -> Task:
         _require(key, cfg[key], "an integer of at least 1", is_count(cfg[key]))
     _require("output_dir", cfg["output_dir"], "a path", isinstance(cfg["output_dir"], str))
     _require("data_dir", cfg["data_dir"], "a path, or null", isinstance(cfg["data_dir"], str | None))
+    skip, benchmark = cfg.get("skip_finished", False), cfg.get("benchmark_name")
+    _require("skip_finished", skip, "true or false", isinstance(skip, bool))
+    _require("benchmark_name", benchmark, "a name, or null", isinstance(benchmark, str | None))
     target = cfg["target_accuracy"]
     share = target is None or (is_real(target) and 0 < target <= 1)
     _require("target_accuracy", target, "a share in (0, 1], not per cent, or null", share)
@@ -120,6 +133,11 @@ def check(cfg: Mapping[str, Any]) -> Task:
         task.check()
     except RuntimeError as error:  # torch's, e.g. for a model that memory cannot hold
         raise ConfigError(f"the model {dict(cfg['model'])} cannot be made here: {message_of(error)}") from error
+    if task.personal and cfg["evaluation"]["mode"] == "server":
+        raise ConfigError(
+            f"client.ditto_lambda={cfg['client']['ditto_lambda']} trains personal models, which evaluation.mode=server "
+            "cannot see; set evaluation=federated, or client.ditto_lambda=null."
+        )
     if not any(task.test_size(cid) for cid in range(cfg["num_clients"])):
         raise ConfigError(
             "no client has a sample to test on; raise dataset.test_fraction, or give clients at least 2 samples."

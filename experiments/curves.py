@@ -3,6 +3,7 @@
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,22 @@ _MARKERS = ("", "o", "s", "^")
 
 
 def draw_curves(groups: Sequence[Group]) -> bytes:
-    """Draw one line of panels per setting and return the PNG."""
+    """Draw one line of panels per setting and return the PNG; of more rows than lines have styles, the best."""
     png = io.BytesIO()
-    figure_of(groups).savefig(png, format="png", dpi=200)
+    figure_of([drawable(group) for group in groups]).savefig(png, format="png", dpi=200)
     return png.getvalue()
+
+
+def drawable(group: Group) -> Group:
+    """Return the group with no more rows than there are styles: the best few settings of each strategy."""
+    styles = len(_COLOURS) * len(_MARKERS)
+    if len(group.rows) <= styles:
+        return group
+    names = [row.runs[0].strategy[0] for row in group.rows]  # best first
+    most = max(1, styles // len(set(names)))
+    rows = [row for index, row in enumerate(group.rows) if names[:index].count(names[index]) < most]
+    title = f"{group.title}, {f'the best {most} settings' if most > 1 else 'the best setting'} of each strategy"
+    return replace(group, title=title, rows=rows)
 
 
 def figure_of(groups: Sequence[Group]) -> Figure:

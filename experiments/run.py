@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import hydra
+import rich
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -21,6 +22,7 @@ from strategies import NotEnoughClients, RoundsFailed
 
 from . import engine
 from .config import check, message_of, to_dict
+from .resume import claimed
 from .server_app import make_server_app
 
 logger = logging.getLogger(__name__)
@@ -56,15 +58,28 @@ def run(cfg: Mapping[str, Any]) -> None:
 def _job(cfg: DictConfig) -> None:
     job = HydraConfig.get()
     if job.mode is not RunMode.MULTIRUN:
-        run(to_dict(cfg))
+        _resume(to_dict(cfg, job.overrides.task))
         return
     try:
         if any(o.startswith("output_dir=") for o in job.overrides.task):
             raise ConfigError("output_dir names the folder of one run; in a sweep set hydra.sweep.dir.")
-        run({**to_dict(cfg), "output_dir": job.runtime.output_dir})
+        _resume({**to_dict(cfg, job.overrides.task), "output_dir": job.runtime.output_dir})
     except Exception as error:  # noqa: BLE001  one cell of a sweep must not take the others with it
         _tell(error)
         _failed_jobs.append(" ".join(job.overrides.task))
+
+
+def _resume(cfg: Mapping[str, Any]) -> None:
+    """Run a configuration, unless `skip_finished` is on and its folder says that there is nothing to do."""
+    if cfg.get("skip_finished") is not True:
+        run(cfg)
+        return
+    with claimed(cfg) as reason:
+        if reason is None:
+            run(cfg)
+        else:
+            line = f"Skipped {cfg['output_dir']}: {reason}"
+            rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _tell(error: Exception) -> None:

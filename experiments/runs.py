@@ -1,6 +1,7 @@
 """Finished runs read back from their folders, and sorted into settings and strategies."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,17 @@ class Run:
     def result(self, name: str) -> float | None:
         """Return a metric in the last round with an accuracy."""
         return self.series(name).get(max(self.series("accuracy")))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended in an error, its setting as in `Run` and its strategy by name alone."""
+
+    path: Path
+    config: Mapping[str, Any]
+    setting: tuple[str, Mapping[str, Any]]
+    name: str
+    error: str
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,22 @@ def _distinguish(items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     return labels
 
 
+def _setting(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    dataset, model = config["dataset"], config["model"]
+    kind = dataset["partition"]["kind"]
+    if kind == "dirichlet":
+        kind = f"dirichlet({dataset['partition']['alpha']})"
+    return (
+        f"{dataset['name']}, {model['name']}, {kind}",
+        _flat(dataset, "dataset.") | _flat(model, "model.") | {name: config[name] for name in SIZES},
+    )
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    strategy = config["strategy"]
+    return str(strategy.get("name") or strategy["_target_"].rpartition(".")[2])
+
+
 def _load(folder: Path) -> Run:
     for name in ("config.yaml", "status.json"):
         if not (folder / name).is_file():
@@ -111,22 +139,12 @@ def _load(folder: Path) -> Run:
     config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     if status["rounds"] < config["num_rounds"]:
         raise _UnusableError(f"stopped after round {status['rounds']} of {config['num_rounds']}")
-    dataset, model, strategy = config["dataset"], config["model"], config["strategy"]
-    kind = dataset["partition"]["kind"]
-    if kind == "dirichlet":
-        kind = f"dirichlet({dataset['partition']['alpha']})"
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     run = Run(
         path=folder,
         config=config,
-        setting=(
-            f"{dataset['name']}, {model['name']}, {kind}",
-            _flat(dataset, "dataset.") | _flat(model, "model.") | {name: config[name] for name in SIZES},
-        ),
-        strategy=(
-            strategy.get("name") or strategy["_target_"].rpartition(".")[2],
-            _flat(strategy) | _flat(config["client"], "client."),
-        ),
+        setting=_setting(config),
+        strategy=(_name(config), _flat(config["strategy"]) | _flat(config["client"], "client.")),
         rounds=[json.loads(line) for line in lines],
     )
     if not run.series("accuracy"):
@@ -137,17 +155,51 @@ def _load(folder: Path) -> Run:
     return run
 
 
+def is_aside(name: str) -> bool:
+    """Say whether a folder's name is that of a run moved aside: reports pass it over."""
+    return re.fullmatch(r".+\.aside\d+", name) is not None
+
+
+def _folders(folders: Iterable[Path]) -> list[Path]:
+    """Return the runs' folders at any depth, but for those moved aside."""
+    found = {
+        path.resolve().parent
+        for folder in folders
+        for path in folder.rglob("metrics.jsonl")
+        if not any(map(is_aside, path.relative_to(folder).parts))
+    }
+    return sorted(found)
+
+
+_UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError)
+
+
 def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
     """Return the runs below the folders, and a sentence for each that cannot be used."""
     runs, left_out = [], []
-    for path in sorted({path.resolve().parent for folder in folders for path in folder.rglob("metrics.jsonl")}):
+    for path in _folders(folders):
         try:
             runs.append(_load(path))
         except _UnusableError as error:
             left_out.append(f"{path} {error}")
-        except (AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        except _UNREADABLE as error:
             left_out.append(f"{path} cannot be read: " + " ".join(f"{type(error).__name__}: {error}".split()))
     return runs, left_out
+
+
+def find_failures(folders: Iterable[Path]) -> list[Failure]:
+    """Return the runs below the folders that ended in an error, as far as they can be read."""
+    failures = []
+    for path in _folders(folders):
+        try:
+            status = json.loads((path / "status.json").read_text(encoding="utf-8"))
+            if status["status"] == "finished":
+                continue
+            config: Any = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
+            failures.append(Failure(path, config, _setting(config), _name(config), str(status["error"])))
+        except _UNREADABLE:
+            continue  # find_runs names it
+    return failures
 
 
 def group_runs(runs: Sequence[Run], target: float | None, left_out: list[str]) -> list[Group]:

@@ -1,12 +1,14 @@
 import csv
 import io
+import math
 import struct
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from experiments.curves import figure_of
+from experiments.comparison import holm
+from experiments.curves import drawable, figure_of
 from experiments.report import main, report
 from experiments.runs import find_runs, group_runs
 from experiments.tracking import RunTracker
@@ -243,6 +245,133 @@ def test_more_strategies_than_colours(tmp_path):
         write_run(tmp_path / str(number), [0.1, 0.2, 0.3, 0.4], config(strategy={"_target_": f"s.S{number}"}))
     assert report([tmp_path], console=quiet())
     assert len(rows(tmp_path)) == 9
+
+
+def test_of_more_rows_than_styles_the_best_of_each_strategy_are_drawn(tmp_path):
+    for number in range(30):
+        name = "CRAFT" if number % 2 else "FedAvg"
+        strategy = {"_target_": f"strategies.{name}", "server_lr": 0.1 * number}
+        write_run(tmp_path / str(number), [0.1, 0.2, 0.3, 0.01 * number], config(strategy=strategy))
+    (group,) = group_runs(find_runs([tmp_path])[0], None, [])
+    drawn = drawable(group)
+    assert [row.values["accuracy"][0] for row in drawn.rows] == pytest.approx([0.01 * n for n in range(29, 1, -1)])
+    assert "the best 14 settings of each strategy" in drawn.title
+    report([tmp_path], console=quiet())
+    assert len(rows(tmp_path)) == 30  # the tables have them all
+
+
+def test_runs_moved_aside_are_passed_over(runs):
+    text = report([runs], console=quiet()).read_text()
+    write_run(runs / "a0.aside1", [0.1, 0.2, 0.3, 0.9], config(0, strategy=craft()))
+    write_run(runs / "deep.aside12/b2", [0.1, 0.2, 0.3, 0.9], config(2))
+    assert report([runs], console=quiet()).read_text() == text
+    report([runs / "a0.aside1"], console=quiet())  # unless asked for
+    assert rows(runs / "a0.aside1")["CRAFT"]["seeds"] == "1"
+
+
+def named(name, **changes):
+    return {"_target_": "strategies.Any", "name": name} | changes
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """`craft` in two settings, the better one with three seeds; three others, of which one shares two seeds."""
+    accuracies = {"craft": [0.60, 0.66, 0.72], "near": [0.58, 0.65, 0.66], "far": [0.30, 0.33, 0.33]}
+    accuracies |= {"short": [0.50, 0.55], "same": [0.50, 0.56, 0.62]}
+    for name, of_seed in accuracies.items():
+        for seed, accuracy in enumerate(of_seed):
+            changes = {"server_lr": 1.0} if name == "craft" else {}
+            write_run(
+                tmp_path / name / str(seed), [0.1] * 3 + [accuracy], config(seed, strategy=named(name, **changes))
+            )
+    write_run(tmp_path / "worse", [0.1] * 4, config(0, strategy=named("craft", server_lr=9.0)))
+    write_run(tmp_path / "lone", [0.1] * 3 + [0.3], config(7, strategy=named("lone")))
+    for name, seed in (("near", 3), ("broken", 0), ("broken", 1)):
+        tracker = RunTracker(
+            tmp_path / f"{name}-failed{seed}", config=config(seed, strategy=named(name)), num_rounds=3,
+            tensorboard=False, progress=False,
+        )  # fmt: skip
+        with pytest.raises(RuntimeError, match="gone"), tracker:
+            raise RuntimeError("gone")
+    return tmp_path
+
+
+def p_value(differences):
+    """Student's t of paired differences; the tails of one and two degrees of freedom have closed forms."""
+    n, mean = len(differences), sum(differences) / len(differences)
+    t = abs(mean) / math.sqrt(sum((d - mean) ** 2 for d in differences) / (n - 1) / n)
+    return 1 - 2 / math.pi * math.atan(t) if n == 2 else 1 - t / math.sqrt(2 + t * t)
+
+
+def test_gain_and_significance_against_a_hand_calculation(compared):
+    report([compared], against="craft", console=quiet())
+    table = rows(compared)
+    best, worse = "craft server_lr=1.0", "craft server_lr=9.0"
+    assert next(iter(table)) == best
+    assert {row["against"] for label, row in table.items() if label != "broken"} == {best}
+    assert [table[best][name] for name in ("gain", "p_value", "p_holm", "pairs")] == [""] * 4
+    assert float(table["near"]["gain"]) == pytest.approx(0.66 / 0.63 - 1)
+    assert float(table["far"]["gain"]) == pytest.approx(0.66 / 0.32 - 1)
+    assert {label: table[label]["pairs"] for label in ("near", "far", "short", "same", "lone", worse)} == {
+        "near": "3", "far": "3", "short": "2", "same": "3", "lone": "0", worse: "1",
+    }  # fmt: skip
+    p = {
+        "near": p_value([0.02, 0.01, 0.06]),
+        "far": p_value([0.30, 0.33, 0.39]),
+        "short": p_value([0.10, 0.11]),
+    }
+    assert {label: float(table[label]["p_value"]) for label in p} == pytest.approx(p)
+    first, second, third = sorted(p, key=p.get)
+    holm = {first: 3 * p[first]}
+    holm[second] = max(holm[first], 2 * p[second])
+    holm[third] = max(holm[second], p[third])
+    assert {label: float(table[label]["p_holm"]) for label in p} == pytest.approx(holm)
+    # one seed in common, or none, or the same difference with every seed: nothing to test
+    assert [table[label]["p_value"] for label in ("lone", worse, "same")] == ["", "", ""]
+    assert {label: row["failed_seeds"] for label, row in table.items() if row["failed_seeds"] != "0"} == {
+        "near": "1", "broken": "2",
+    }  # fmt: skip
+    assert table["broken"]["seeds"] == "0"
+
+
+def test_holm_by_a_known_example():
+    """p = .01, .04, .03, .005 gives .03, .06, .06, .02: R's p.adjust(method="holm")."""
+    found = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert found == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02})
+    assert holm({"a": 0.9, "b": 0.8}) == {"a": 1.0, "b": 1.0}
+    assert holm({}) == {}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_comparison_is_shown_and_written(compared, width):
+    console = quiet(width)
+    text = report([compared], against="craft", console=console).read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+    titles, _, *cells = lines
+    table = {line[0]: dict(zip(titles, line, strict=True)) for line in cells}
+    assert table["near"]["gain of craft (%)"] == "+4.8"
+    assert table["craft server_lr=1.0"]["gain of craft (%)"] == "–"
+    assert table["same"]["p (Holm)"] == "–"
+    assert [table["broken"][t] for t in ("seeds", "accuracy", "failed seeds")] == ["0", "–", "0, 1"]
+    assert table["near"]["failed seeds"] == "3"
+    assert "--against craft" in text
+    shown = console.file.getvalue().split()
+    assert {"+4.8", "broken", "(Holm)"} <= set(shown)
+    assert not any("…" in word for word in shown)
+
+
+def test_without_the_strategy_to_compare_with_the_report_says_so(compared, capsys):
+    assert main([str(compared), "--against", "crfat"]) == 0
+    assert "No finished run of crfat to compare with" in " ".join(capsys.readouterr().out.split())
+    assert {row["gain"] for row in rows(compared).values()} == {""}
+
+
+def test_without_against_there_is_none_of_it(compared):
+    text = report([compared], console=quiet()).read_text(encoding="utf-8")
+    assert "gain of" not in text.lower()
+    assert "Holm" not in text
+    assert "| broken" not in text
+    assert not {"gain", "p_value", "failed_seeds"} & set(rows(compared)["near"])
 
 
 def test_nothing_found_is_one_sentence_and_status_2(tmp_path, capsys):

@@ -1,0 +1,117 @@
+"""Typing a sweep's command again: what has finished is kept, what was cut short is moved aside and begun anew.
+
+With ``skip_finished`` a run's folder decides what becomes of it:
+
+===========================================  =======================================================================
+no run in it                                 the run starts
+another process is at work in it             skipped
+a finished run of the same configuration     skipped
+a finished run of another configuration      refused; nothing is touched
+ended by RoundsFailed, same configuration    skipped: it would fail again
+failed otherwise, or killed                  the folder is renamed to ``NAME.aside1`` (2, ...), and the run starts
+===========================================  =======================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+
+from client_apps.errors import ConfigError
+
+from .runs import is_aside
+
+logger = logging.getLogger(__name__)
+
+# What does not change the results, or says where they lie. `device` is one wherever it stands.
+_IGNORED = {"data_dir", "simulation", "tracking", "output_dir", "skip_finished"}
+
+
+@contextmanager
+def claimed(cfg: Mapping[str, Any]) -> Iterator[str | None]:
+    """Claim the run's folder, `cfg["output_dir"]`, for this process while the context lasts.
+
+    Yields
+    ------
+    str or None
+        Why there is nothing to run; None if the run is to start, its folder then being free of other runs.
+
+    Raises
+    ------
+    ConfigError
+        If the folder holds a finished run of another configuration.
+    """
+    import fcntl  # POSIX only, and only needed here
+
+    folder = Path(cfg["output_dir"]).resolve()
+    if is_aside(folder.name):
+        raise ConfigError(f"{folder} has the name of a run moved aside; choose another output_dir.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the folder, as that may be renamed, and left there: what is locked must not be replaced.
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield "another process is at work on it"
+            return
+        yield _settle(folder, cfg)
+
+
+def _settle(folder: Path, cfg: Mapping[str, Any]) -> str | None:
+    if not (folder / "metrics.jsonl").exists():
+        return None
+    try:
+        status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        there = _comparable(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
+        finished = status["status"] == "finished" and status["rounds"] >= there["num_rounds"]
+        diverged = str(status["error"]).startswith("RoundsFailed")
+    except (AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError):
+        _move_aside(folder, "was killed, or is damaged")
+        return None
+    here = _comparable(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(dict(cfg))))))
+    # A key that only one of them has counts as null, as it does in reports.
+    differing = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+    if finished and differing:
+        key = differing[0]
+        raise ConfigError(
+            f"{folder} holds a finished run with {key}={there.get(key)}, not {here.get(key)}; move it away, or choose "
+            "another folder (hydra.sweep.dir in a sweep)."
+        )
+    if finished:
+        return "it has finished"
+    if diverged and not differing:
+        return f"it failed before and would again ({status['error']})"
+    _move_aside(folder, status["error"] or f"stopped after round {status['rounds']}")
+    return None
+
+
+def _comparable(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Return ``{"a.b": value}`` of what makes a run what it is."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            if prefix or key not in _IGNORED:
+                flat |= _comparable(value, f"{prefix}{key}.")
+        elif key != "device" and (prefix or key not in _IGNORED):
+            flat[prefix + key] = value
+    return flat
+
+
+def _move_aside(folder: Path, reason: str) -> None:
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.aside{number}")).exists():
+        number += 1
+    folder.rename(aside)
+    folder.mkdir()
+    # Logs that are open already went along: closed, they go on in the new folder.
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler) and folder in Path(handler.baseFilename).resolve().parents:
+            handler.close()
+    logger.warning("The run in %s (%s) was moved to %s and begins anew.", folder, reason, aside.name)
