@@ -31,10 +31,19 @@ _COLUMNS: dict[str, tuple[str, int, float, Any]] = {
     "accuracy_std": ("std over\nclients", 1, 100, None),  # small where all do badly, so no best
     "worst10": ("worst\n10 %", 1, 100, max),
     "best10": ("best\n10 %", 1, 100, max),
+    "personal_accuracy": ("personal\naccuracy", 1, 100, max),
+    "personal_accuracy_std": ("personal\nstd", 1, 100, None),
+    "personal_worst10": ("personal\nworst 10 %", 1, 100, max),
     "rounds_to_target": ("rounds\nto target", 0, 1, min),
     "seconds": ("time (s)", 1, 1, min),
 }
-_WITH_SPREAD = {"accuracy", "worst10"}  # the others' spread over seeds is in report.csv only
+_OPTIONAL = {"personal_accuracy", "personal_accuracy_std", "personal_worst10"}  # of personal models, if there are any
+_WITH_SPREAD = {
+    "accuracy",
+    "worst10",
+    "personal_accuracy",
+    "personal_worst10",
+}  # the others' spread over seeds is in report.csv only
 _AGAINST = ("p\n(Holm)", "n")
 _COUNTS = {"failed_round": "failed\nrounds", "clients_rejected": "rejected\nclients"}
 
@@ -67,6 +76,8 @@ def _table(group: Group, against: Against | None) -> tuple[list[str], list[list[
     titles = ["strategy", "seeds"]
     columns = [[(row.label, False) for row in group.rows], [(str(len(row.runs)), False) for row in group.rows]]
     for name, (title, _, _, best_of) in _COLUMNS.items():
+        if name in _OPTIONAL and not any(row.values[name] for row in group.rows):
+            continue
         cells = [_cell(name, row) for row in group.rows]
         means = [mean for _, mean in cells if mean is not None]
         best = best_of(means) if best_of and len(set(means)) > 1 else None

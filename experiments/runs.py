@@ -16,7 +16,10 @@ from .metrics import rounds_to_target
 # What says which repetition or which machine, not which experiment.
 _ELSEWHERE = {"seed", "device", "data_dir"}
 SIZES = ("num_clients", "clients_per_round", "num_rounds")
-_NUMBERS = ("accuracy", "accuracy_std", "worst10", "best10", "seconds", "conflict_share_before", "conflict_share_after")
+_RESULTS = (
+    "accuracy", "accuracy_std", "worst10", "best10", "personal_accuracy", "personal_accuracy_std", "personal_worst10",
+)  # fmt: skip
+_NUMBERS = (*_RESULTS, "seconds", "conflict_share_before", "conflict_share_after")
 
 
 class _UnusableError(Exception):
@@ -234,9 +237,7 @@ def _target(runs: Mapping[str, Sequence[Run]], target: float | None) -> tuple[fl
 
 
 def _values(runs: Sequence[Run], target: float) -> dict[str, list[float]]:
-    values: dict[str, list[float | None]] = {
-        name: [run.result(name) for run in runs] for name in ("accuracy", "accuracy_std", "worst10", "best10")
-    }
+    values: dict[str, list[float | None]] = {name: [run.result(name) for run in runs] for name in _RESULTS}
     accuracies = [run.series("accuracy") for run in runs]
     values["rounds_to_target"] = [rounds_to_target(list(a), list(a.values()), target) for a in accuracies]
     values["seconds"] = [run.rounds[-1].get("seconds") for run in runs]
