@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks`: all of them in one run: engines, aggregation, growth."""
+"""`python -m experiments.benchmarks`: all of them in one run: engines, aggregation, the field, growth."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from . import aggregation, engines, growth
+from . import aggregation, engines, field, growth
 
 
 def main() -> None:
@@ -19,6 +19,7 @@ def main() -> None:
     common = ["--out", str(args.out), *(["--quick"] if args.quick else [])]
     engines.main([*common, *(["--data-dir", args.data_dir] if args.data_dir else [])])
     aggregation.main(common)
+    field.main(common)
     growth.main(common)
 
 

@@ -1,8 +1,9 @@
-"""`python -m experiments.benchmarks.aggregation`: time and extra memory of every strategy, side by side.
+"""`python -m experiments.benchmarks.aggregation`: how time and extra memory grow with m and d, side by side.
 
 For each model and number of clients m: Flower's own FedAvg, one read of the updates' bytes (the bandwidth
-floor) and every strategy, on the same results. Ratios come from alternating repetitions in one process, so a
-machine that slows down slows all sides. Extra memory is the growth of the peak resident set during one call.
+floor), FedAvg, FedAvgM and CRAFT, on the same results; `field` has every other strategy. Ratios come from
+alternating repetitions in one process, so a machine that slows down slows all sides. Extra memory is the growth
+of the peak resident set during one call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import flwr.server.strategy
 import numpy as np
 import torch
-from flwr.common import Code, FitRes, Parameters, Status, ndarrays_to_parameters
+from flwr.common import Code, FitRes, Parameters, Scalar, Status, ndarrays_to_parameters
 from flwr.server.client_proxy import ClientProxy
 from matplotlib.figure import Figure
 from rich import box
@@ -44,8 +45,8 @@ from .cells import machine_memory
 Results = list[tuple[ClientProxy, FitRes]]
 Row = dict[str, Any]
 
-STRATEGIES: dict[str, Callable[..., UpdateStrategy]] = {"FedAvg": FedAvg, "FedAvgM": FedAvgM, "CRAFT": CRAFT}
-"""What is measured; a new strategy joins by a line."""
+SCALING: dict[str, Callable[..., UpdateStrategy]] = {"FedAvg": FedAvg, "FedAvgM": FedAvgM, "CRAFT": CRAFT}
+"""What is measured over m and d."""
 
 FLOWER, FLOOR = "Flower FedAvg", "one read"
 
@@ -80,7 +81,7 @@ def make_model(name: str) -> nn.Module:
 
 
 def make_round(name: str, m: int, seed: int = 0) -> tuple[LayerMap, Parameters, Results]:
-    """Make a global model and `m` clients' results near it; float32, about 1e-2 away."""
+    """Make a global model and `m` clients' results near it; float32, about 1e-2 away, with what methods ask for."""
     torch.manual_seed(seed)
     module = make_model(name)
     start = [t.numpy() for t in module.state_dict().values()]
@@ -89,7 +90,13 @@ def make_round(name: str, m: int, seed: int = 0) -> tuple[LayerMap, Parameters, 
     for i in range(m):
         arrays = [a + np.float32(1e-2) * rng.standard_normal(a.shape, dtype=np.float32) for a in start]
         parameters = ndarrays_to_parameters(arrays)
-        results.append((_Client(str(i)), FitRes(Status(Code.OK, ""), parameters, 10 + i, {})))
+        steps = 5 + i % 6
+        metrics: dict[str, Scalar] = {
+            "initial_loss": rng.uniform(1, 3),
+            "step_weight": float(steps),
+            "local_steps": steps,
+        }
+        results.append((_Client(str(i)), FitRes(Status(Code.OK, ""), parameters, 10 + i, metrics)))
     return LayerMap.from_module(module), ndarrays_to_parameters(start), results
 
 
@@ -98,17 +105,19 @@ def flower_fedavg() -> flwr.server.strategy.FedAvg:
     return flwr.server.strategy.FedAvg(fit_metrics_aggregation_fn=lambda _: {})
 
 
-def alternate(calls: Mapping[str, Callable[[], object]], repeats: int, budget: float) -> dict[str, list[float]]:
-    """Seconds of each call, run in turn after one warm-up: `repeats` times, or until `budget` seconds are spent."""
+def alternate(
+    calls: Mapping[str, Callable[[], object]], repeats: int, budget: float, *, warm_ups: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of each call, run in turn after the warm-ups: `repeats` times, or until `budget` seconds are spent."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     began = time.perf_counter()
-    for repeat in range(repeats + 1):
+    for repeat in range(warm_ups + repeats):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            if repeat:
+            if repeat >= warm_ups:
                 times[name].append(time.perf_counter() - start)
-        if repeat and time.perf_counter() - began > budget:
+        if repeat >= warm_ups and time.perf_counter() - began > budget:
             break
     return times
 
@@ -160,16 +169,14 @@ def measure(model: str, m: int, repeats: int, budget: float = 10.0) -> list[Row]
 
     def make(who: str, device: str = "cpu") -> Any:
         return (
-            flower_fedavg()
-            if who == FLOWER
-            else STRATEGIES[who](layers=layers, initial_parameters=start, device=device)
+            flower_fedavg() if who == FLOWER else SCALING[who](layers=layers, initial_parameters=start, device=device)
         )
 
-    extra = {who: extra_memory(lambda who=who: make(who), results) for who in (FLOWER, *STRATEGIES)}  # type: ignore[misc]
+    extra = {who: extra_memory(lambda who=who: make(who), results) for who in (FLOWER, *SCALING)}  # type: ignore[misc]
     rows: list[Row] = []
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         calls: dict[str, Callable[[], object]] = {}
-        for who in (FLOWER, FLOOR, *STRATEGIES):
+        for who in (FLOWER, FLOOR, *SCALING):
             if who == FLOOR:
                 calls[who] = lambda: read_all(results)
                 continue
@@ -204,10 +211,15 @@ def extra_memory(make: Callable[[], Any], results: Results) -> int:
     """Bytes by which the peak resident set grows during one `aggregate_fit` of a fresh strategy."""
     make().aggregate_fit(1, results, [])  # libraries load and make their buffers on first use
     strategy = make()
-    _release()  # what that call has freed goes back, or it would hide what the next one takes
+    return peak_growth(lambda: strategy.aggregate_fit(1, results, []))
+
+
+def peak_growth(call: Callable[[], object]) -> int:
+    """Bytes by which the peak resident set grows during a call."""
+    _release()  # what earlier calls have freed goes back, or it would hide what this one takes
     _reset_peak()
     before = _peak()
-    strategy.aggregate_fit(1, results, [])
+    call()
     return _peak() - before
 
 
@@ -298,7 +310,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     """One line per round and device: every strategy's time as a ratio to Flower's FedAvg, and its extra memory."""
     rounds = Table(title="aggregate_fit: seconds (of ours: over Flower's) and extra memory over the updates",
                    box=box.SIMPLE, padding=(0, 1, 0, 0))  # fmt: skip
-    for name in ("model", "d", "m", FLOWER, FLOOR, *STRATEGIES):
+    for name in ("model", "d", "m", FLOWER, FLOOR, *SCALING):
         rounds.add_column(name, overflow="fold", justify="left" if name == "model" else "right")
     cells: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
@@ -308,11 +320,11 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     for (model, d, m, device), found in cells.items():
         line = [model, f"{d:.1e}", f"{m} {device}" if device == "cuda" else f"{m}"]
         if "skipped" in found:
-            rounds.add_row(*line, "skipped", *[""] * (1 + len(STRATEGIES)))
+            rounds.add_row(*line, "skipped", *[""] * (1 + len(SCALING)))
             rounds.caption = f"skipped: {found['skipped']['skipped'].replace('updates of', 'the updates, e.g.')}"
             continue
         flower = f"{found[FLOWER]['seconds']:.3f} {_share(found[FLOWER])}"
-        ours = [f"{found[who]['ratio']:.2f} {_share(found[who])}" for who in STRATEGIES]
+        ours = [f"{found[who]['ratio']:.2f} {_share(found[who])}" for who in SCALING]
         rounds.add_row(*line, flower, f"{found[FLOOR]['ratio']:.3f}", *ours)
     solves = Table("m", "device", "who", "seconds", "ratio", title="CRAFT's solve, all layers of a ResNet-20")
     for row in rows:
@@ -336,7 +348,7 @@ def figure_of(rows: Sequence[Row]) -> Figure:
         skipped = [row["m"] for row in cells if row.get("skipped")]
         title = f"{name}, d = {cells[0]['d']:.2g}"
         axes[0, column].set_title(f"{title}\nskipped: m = {', '.join(map(str, skipped))}" if skipped else title)
-        for index, who in enumerate((FLOOR, FLOWER, *STRATEGIES)):
+        for index, who in enumerate((FLOOR, FLOWER, *SCALING)):
             style = _style(index)
             points = [row for row in cells if row.get("who") == who and row["device"] == "cpu"]
             (handles[who],) = axes[0, column].plot([r["m"] for r in points], [r["seconds"] for r in points], **style)
