@@ -19,6 +19,7 @@ from .updates import ClientUpdates
 
 KIND = "past"
 """Of the matrices in `memory`, and the key in `records`."""
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class _Strategy(Protocol):
@@ -69,7 +70,7 @@ class UpdateHistory:
                 rows[: len(kept)] = past[kept]
             del past
             for columns, block in updates.blocks(layer):
-                rows[len(kept) :, columns] = block.to(torch.float32)
+                rows[len(kept) :, columns] = block.clamp_(-_LARGEST, _LARGEST)  # or a float64 update could turn to Inf
             self._strategy.memory[key] = rows
         self._strategy.records[KIND] = [listed[i] for i in kept] + [[cid, number] for cid in updates.clients]
 
@@ -98,6 +99,7 @@ def check_history(records: Mapping[str, Any], memory: Mapping[str, Tensor]) -> N
     fine = (
         isinstance(rows, list)
         and all(_names_a_row(row) for row in rows)
+        and bool(rows) == bool(matrices)
         and all(len(matrix) == len(rows) for matrix in matrices)
     )
     require("the state's records", records, "a client and a round for each stored update", fine)

@@ -156,8 +156,10 @@ def check_memory(
     return copied
 
 
-def require_layers(layers: LayerMap, memory: dict[str, Tensor]) -> None:
-    """Check that remembered vectors, by "<what>/<layer name>", have the sizes of a model's layers.
+def require_layers(layers: LayerMap, memory: dict[str, Tensor], matrices: tuple[str, ...] = ()) -> None:
+    """Check that what is remembered, by "<kind>/<layer name>", has the sizes of a model's layers.
+
+    Matrices are kept of every layer or of none: their rows belong together.
 
     Raises
     ------
@@ -171,4 +173,11 @@ def require_layers(layers: LayerMap, memory: dict[str, Tensor]) -> None:
             raise ValueError(
                 f"the state remembers {tensor.shape[-1]} values for layer {name!r}, the model has "
                 f"{sizes.get(name, 'no such layer')}; resume with the model that was saved."
+            )
+    for kind in matrices:
+        lost = [name for name in sizes if f"{kind}/{name}" not in memory]
+        if 0 < len(lost) < len(sizes):
+            raise ValueError(
+                f"the state's memory holds {kind!r} of other layers but not of {lost[0]!r}; pass what state_dict() "
+                "returned."
             )

@@ -8,7 +8,7 @@ the result is the average of the iterates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from flwr.common import Parameters
 from torch import Tensor
 
 from ..model import Successor
-from ..options import is_real, require
+from ..options import is_integer, is_real, require
 from ..solvers import simplex
 from ..span import SpanStrategy
-from ..updates import ClientUpdates
+from ..updates import ClientUpdates, LayerDirection
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +61,6 @@ class AFL(SpanStrategy):
 
     def coefficients(self, updates: ClientUpdates) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the λ of those present, scaled to sum to one, and the largest of all."""
-        if self.average_iterates and self._model is not None and not self.memory:
-            self.memory = {f"average/{x.name}": self._model.flat(x, self.device) for x in updates.layers.layers}
         known = self._with_new(updates)
         values = [known[cid] for cid in updates.clients]
         present = torch.tensor(values, dtype=torch.float64, device=updates.device)
@@ -71,6 +69,14 @@ class AFL(SpanStrategy):
         if float(total) <= 0:  # the worst mixture holds nobody of this round: no reason to prefer anyone
             return torch.full_like(present, 1 / len(present)), {"largest_lambda": largest}
         return present / total, {"largest_lambda": largest}
+
+    def solve(self, updates: ClientUpdates) -> Iterator[LayerDirection]:
+        """Weight the clients; the average of the iterates starts at θ_0."""
+        for layer, direction in zip(updates.layers.layers, super().solve(updates), strict=True):
+            average = self.memory.get(f"average/{layer.name}")
+            if self.average_iterates and average is None and self._model is not None:
+                average = self._model.flat(layer, self.device)
+            yield direction if average is None else direction.remembering(average=average)
 
     def conclude(self, updates: ClientUpdates) -> None:
         """Raise λ by the losses, project, and average the iterates."""
@@ -102,8 +108,10 @@ class AFL(SpanStrategy):
         """Require λ by client and the number of iterates."""
         weights, iterates = records.get("lambda"), records.get("iterates")
         fine = isinstance(weights, Mapping) and all(is_real(w) and w >= 0 for w in weights.values())
-        fine = fine and isinstance(iterates, int) and iterates >= 0
-        require("the state's records", records, "λ by client and a number of iterates", fine)
+        fine = fine and is_integer(iterates) and iterates >= 0 and bool(memory) == (iterates > 0)
+        require(
+            "the state's records", records, "λ by client, and a number of iterates where their average is kept", fine
+        )
 
     def _with_new(self, updates: ClientUpdates) -> dict[str, float]:
         """Return λ by client, in canonical order of their first round, those of this round included."""

@@ -32,7 +32,9 @@ class FedLF(UpdateStrategy):
     ----------
     rounds : int, optional
         An absent client is listened to for this many rounds; 0 for none. Default, as the authors have it: the
-        clients known over those in the round, rounded down.
+        clients seen in earlier rounds over those in this one, rounded down, and none before there are more of them.
+        Updates are kept for as long as rounds of the present size need them: where rounds become much smaller, the
+        oldest may be gone.
     **common
         Keywords of `UpdateStrategy`.
 
@@ -96,7 +98,7 @@ class FedLF(UpdateStrategy):
         """Remember this round's updates, and who has ever been here."""
         known = self.records["clients"]
         known += [cid for cid in updates.clients if cid not in set(known)]
-        window = self._window(updates)
+        window = max(1, len(known) // len(updates)) if self.rounds is None else self.rounds
         if window:
             self.history.store(updates, self._round, self._round + 1 - window)
 
@@ -110,7 +112,8 @@ class FedLF(UpdateStrategy):
     def _window(self, updates: ClientUpdates) -> int:
         if self.rounds is not None:
             return self.rounds
-        return len({*self.records["clients"], *updates.clients}) // len(updates)
+        known = len(self.records["clients"])
+        return known // len(updates) if known > len(updates) else 0
 
 
 def fairness_weights(losses: Tensor) -> Tensor:

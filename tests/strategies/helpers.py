@@ -28,25 +28,7 @@ from strategies import (
     NormalisedMomentum,
     QFedAvg,
 )
-
-
-class Proxy(ClientProxy):
-    """A client that is only an id."""
-
-    def get_properties(self, ins, timeout, group_id):
-        raise ValueError("no such client")
-
-    def get_parameters(self, ins, timeout, group_id):
-        raise ValueError("no such client")
-
-    def fit(self, ins, timeout, group_id):
-        raise ValueError("no such client")
-
-    def evaluate(self, ins, timeout, group_id):
-        raise ValueError("no such client")
-
-    def reconnect(self, ins, timeout, group_id):
-        raise ValueError("no such client")
+from strategies.testing import Proxy
 
 
 def manager(cids: Sequence[str]) -> SimpleClientManager:
