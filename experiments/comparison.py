@@ -20,8 +20,8 @@ _EQUAL = 1e-9
 class Comparison:
     """What the reference has over one row; None where it cannot be said.
 
-    ``gain`` is the reference's mean accuracy over the row's, less 1; ``p_value`` that of a two-sided t-test of the
-    accuracies paired by seed, ``p_holm`` the same corrected by Holm's method over the comparisons of the setting, and
+    ``gain`` is the reference's mean of the metric over the row's, less 1; ``p_value`` that of a two-sided t-test of its
+    values paired by seed, ``p_holm`` the same corrected by Holm's method over the comparisons of the setting, and
     ``pairs`` the number of seeds both have.
     """
 
@@ -33,9 +33,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Against:
-    """The comparisons of one setting by the rows' labels, and the seeds that failed by strategy."""
+    """The comparisons of one setting in one metric by the rows' labels, and the seeds that failed by strategy."""
 
     name: str
+    metric: str
     reference: str | None
     comparisons: Mapping[str, Comparison]
     failed: Mapping[str, Sequence[Any]]
@@ -46,15 +47,19 @@ class Against:
         if self.reference is None:
             return f"No finished run of {self.name} to compare with."
         return (
-            f"Gain: mean accuracy of {self.reference} over the row's, less 1. p: two-sided t-test of accuracies paired "
-            "by seed (n pairs), corrected by Holm's method over the rows that have one."
+            f"Gain: mean {self.metric.replace('_', ' ')} of {self.reference} over the row's, less 1. p: two-sided "
+            "t-test of it paired by seed (n pairs), corrected by Holm's method over the rows that have one."
         )
 
 
 def compare(group: Group, name: str, failures: Sequence[Failure]) -> Against:
-    """Hold the strategy `name`, at its best settings where it has several, against the other rows of a group."""
+    """Hold the strategy `name`, at its best settings where it has several, against the other rows of a group.
+
+    Where all rows have personal models, those are compared, else the global ones.
+    """
+    metric = "personal_accuracy" if all(row.values["personal_accuracy"] for row in group.rows) else "accuracy"
     row = next((row for row in group.rows if row.runs[0].strategy[0] == name), None)  # rows are sorted, best first
-    comparisons = {} if row is None else {o.label: _compare(row, o) for o in group.rows if o is not row}
+    comparisons = {} if row is None else {o.label: _compare(row, o, metric) for o in group.rows if o is not row}
     tested = {label: found.p_value for label, found in comparisons.items() if found.p_value is not None}
     for label, adjusted in holm(tested).items():
         found = comparisons[label]
@@ -63,13 +68,11 @@ def compare(group: Group, name: str, failures: Sequence[Failure]) -> Against:
     for failure in failures:
         if failure.setting == group.rows[0].runs[0].setting:
             failed.setdefault(failure.name, []).append(failure.config.get("seed"))
-    return Against(name, row.label if row else None, comparisons, failed)
+    return Against(name, metric, row.label if row else None, comparisons, failed)
 
 
-def _compare(reference: Row, other: Row) -> Comparison:
-    ours, theirs = (
-        {run.config["seed"]: run.result("accuracy") or 0.0 for run in row.runs} for row in (reference, other)
-    )
+def _compare(reference: Row, other: Row, metric: str) -> Comparison:
+    ours, theirs = ({run.config["seed"]: run.result(metric) or 0.0 for run in row.runs} for row in (reference, other))
     mean = fmean(theirs.values())
     gain = fmean(ours.values()) / mean - 1 if mean else None
     seeds = sorted(ours.keys() & theirs.keys())

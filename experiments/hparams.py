@@ -1,8 +1,9 @@
 """Tuned settings: the points of a strategy's grid (`conf/hparams`), and which of them a run takes.
 
 A file of the group holds ``grid``, a mapping of configuration keys to the values tried, whose product (the last key
-turning fastest) is the points 0, 1, ..., and ``best``, the number of the best point per benchmark, null where nobody
-has tuned yet. The group is on only in the experiments that choose it.
+turning fastest) is the points 0, 1, ...; ``grids``, the grids of benchmarks that need one of their own; and ``best``,
+the number of the best point per benchmark, null where nobody has tuned yet. The group is on only in the experiments that
+choose it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,16 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
 
 
+def grid_of(section: Any, benchmark: str | None) -> Mapping[str, Sequence[Any]] | None:
+    """Return the grid of a benchmark in a file of the group; None if there is no usable one."""
+    if not isinstance(section, Mapping):
+        return None
+    own = section.get("grids") or {}
+    grid = own.get(benchmark, section.get("grid")) if isinstance(own, Mapping) else None
+    usable = isinstance(grid, Mapping) and bool(grid) and all(isinstance(v, list) and v for v in grid.values())
+    return grid if usable else None
+
+
 def apply_point(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return the configuration with the values of its point, or itself where no hparams are chosen.
 
@@ -45,9 +56,11 @@ def apply_point(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     if section is None:
         return cfg
     file = f"conf/hparams/{cfg.strategy.name}.yaml"
-    if not isinstance(section, dict) or not _is_grid(section.get("grid")):
+    grid = grid_of(section, cfg.get("benchmark_name"))
+    if grid is None:
         raise ConfigError(f"{file} needs a grid: a mapping of configuration keys to lists of values.")
-    choices = points(section["grid"])
+    choices = points(grid)
+    assert isinstance(section, dict)
     number = section.get("point")
     if number is None:
         number = _best(cfg, section.get("best") or {}, file)
@@ -63,10 +76,6 @@ def apply_point(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         if key not in given:
             OmegaConf.update(cfg, key, value)
     return cfg
-
-
-def _is_grid(grid: Any) -> bool:
-    return isinstance(grid, dict) and bool(grid) and all(isinstance(v, list) and v for v in grid.values())
 
 
 def _best(cfg: DictConfig, best: Mapping[str, Any], file: str) -> Any:

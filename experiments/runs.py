@@ -18,6 +18,7 @@ _ELSEWHERE = {"seed", "device", "data_dir"}
 SIZES = ("num_clients", "clients_per_round", "num_rounds")
 _RESULTS = (
     "accuracy", "accuracy_std", "worst10", "best10", "personal_accuracy", "personal_accuracy_std", "personal_worst10",
+    "personal_best10",
 )  # fmt: skip
 _NUMBERS = (*_RESULTS, "seconds", "conflict_share_before", "conflict_share_after")
 

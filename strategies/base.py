@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import flwr.server.strategy
+import numpy as np
 import torch
 from flwr.common import (
     Code,
@@ -35,12 +36,15 @@ from .layers import Layer, LayerMap
 from .model import GlobalModel, Successor, check_memory, require_layers, warn_of_growth
 from .options import is_count, is_integer, is_real, require, resolve_device
 from .sampling import ClientSampler, PartitionOrder
-from .updates import ClientUpdates, LayerDirection, Requirement, one_line
+from .updates import Array, ClientUpdates, LayerDirection, Requirement, one_line
 
 logger = logging.getLogger(__name__)
 
 # Reasons listed in the metrics of one round; all of them are in the log.
 _REASONS = 20
+
+# A solution of a quadratic program further than this from optimal is worth a warning.
+_KKT = 1e-5
 
 _FIT, _EVALUATE = 0, 1  # streams of the sampling generator
 
@@ -187,6 +191,17 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         """
         for layer in updates.layers.layers:
             yield self.solve_layer(updates, layer)
+
+    def merge_buffer(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
+        """Return a floating-point buffer's next value from the clients', in canonical order: the mean by ρ."""
+        mean = np.zeros(tensors[0].shape, np.float64)
+        for share, tensor in zip(updates.weights.tolist(), tensors, strict=True):
+            mean += share * tensor
+        return mean
+
+    def merge_counter(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
+        """Return an integer counter's next value from the clients', in canonical order: the largest."""
+        return np.asarray(np.maximum.reduce(list(tensors)))
 
     def conclude(self, updates: ClientUpdates) -> None:
         """Do what a method does once a round has moved the model: change `memory` and `records`."""
@@ -354,11 +369,15 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             diagnosis.add(direction)
             memory.update({f"{kind}/{layer.name}": tensor for kind, tensor in direction.memory.items()})
             successor.move(layer, step * direction.vector)
-        moved = successor.finish(updates)
+        moved = successor.finish(updates, self.merge_buffer, self.merge_counter)
         if self._start_norm is None:
             self._start_norm = model.norm
         warn_of_growth(moved.norm, self._start_norm, self.server_lr)
         metrics.update(diagnosis.metrics(), parameter_norm=moved.norm)
+        if float(metrics.get("kkt", 0.0)) > _KKT:
+            logger.warning(
+                "round %d: a quadratic program was solved to a KKT residual of %.1g only", number, metrics["kkt"]
+            )
         return moved, memory
 
     def _needed(self, sampled: int) -> int:

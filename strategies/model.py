@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from flwr.common import Parameters, ndarray_to_bytes
 from torch import Tensor
 
-from .layers import Layer, LayerMap
-from .updates import ClientUpdates, UnusableTensor, decode_all, is_finite
+from .layers import Kind, Layer, LayerMap
+from .updates import Array, ClientUpdates, UnusableTensor, decode_all, is_finite
 
 logger = logging.getLogger(__name__)
+
+Merge = Callable[[ClientUpdates, Sequence[Array]], Array]
+"""Makes one tensor of those that the clients sent, in canonical order."""
 
 # A model this many times longer than at the start has left every useful region of weight space.
 _GROWTH = 1e4
@@ -104,17 +107,13 @@ class Successor:
         tensors = [self._tensors.get(t, old.tensors[t]) for t in range(len(self._model.arrays))]
         return Parameters(tensors, old.tensor_type)
 
-    def finish(self, updates: ClientUpdates) -> GlobalModel:
-        """Average the buffers with the clients' shares, take the counters' maximum, and return θ_{t+1}."""
-        rho = updates.weights.cpu().numpy()
-        for t in self._model.layers.indices("buffer"):
-            mean = np.zeros(self._model.arrays[t].shape, np.float64)
-            for share, tensor in zip(rho, updates.tensors(t), strict=True):
-                mean += share * tensor
-            self._tensors[t] = ndarray_to_bytes(mean.astype(self._model.arrays[t].dtype))
-        for t in self._model.layers.indices("counter"):
-            largest = np.asarray(np.maximum.reduce(updates.tensors(t)))
-            self._tensors[t] = ndarray_to_bytes(largest.astype(self._model.arrays[t].dtype))
+    def finish(self, updates: ClientUpdates, merge_buffer: Merge, merge_counter: Merge) -> GlobalModel:
+        """Merge what the clients made of buffers and counters, and return θ_{t+1}."""
+        merges: dict[Kind, Merge] = {"buffer": merge_buffer, "counter": merge_counter}
+        for kind, merge in merges.items():
+            for t in self._model.layers.indices(kind):
+                merged = np.asarray(merge(updates, updates.tensors(t)))
+                self._tensors[t] = ndarray_to_bytes(merged.astype(self._model.arrays[t].dtype))
         tensors = [self._tensors[t] for t in range(len(self._model.arrays))]
         return GlobalModel(Parameters(tensors, self._model.parameters.tensor_type), self._model.layers)
 

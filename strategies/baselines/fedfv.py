@@ -4,7 +4,7 @@ Wang et al., "Federated Learning with Fair Averaging", IJCAI 2021, arXiv 2104.14
 ordered by their loss before training. Each update but those of the α share with the largest losses is projected
 on the normal plane of every other client's original update that it is in conflict with, in that order. The mean is
 then projected off the summed updates of absent clients in conflict with it, of the last τ rounds, newest last, and
-scaled to the length of the plain mean.
+scaled to the length of the plain mean. (A public implementation, easyFL's, counts the present round among the τ.)
 """
 
 from __future__ import annotations

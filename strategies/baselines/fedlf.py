@@ -97,7 +97,8 @@ class FedLF(UpdateStrategy):
     def conclude(self, updates: ClientUpdates) -> None:
         """Remember this round's updates, and who has ever been here."""
         known = self.records["clients"]
-        known += [cid for cid in updates.clients if cid not in set(known)]
+        seen = set(known)
+        known += [cid for cid in updates.clients if cid not in seen]
         window = max(1, len(known) // len(updates)) if self.rounds is None else self.rounds
         if window:
             self.history.store(updates, self._round, self._round + 1 - window)

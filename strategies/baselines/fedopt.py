@@ -2,7 +2,8 @@
 
 Reddi et al., "Adaptive Federated Optimization", ICLR 2021, arXiv 2003.00295, algorithm 2, with ḡ = Σ ρ_i g_i as the
 pseudo-gradient: m ← β₁m + (1 − β₁)ḡ, v as each method has it, θ ← θ + server_lr · m / (√v + τ), each number by
-itself. Both moments start at zero. Only trainable tensors are stepped: running statistics and counters are averaged
+itself. As in Flower, both moments start at zero (the paper's v at τ² or more), and FedAdam's step is corrected for
+that. Only trainable tensors are stepped: running statistics and counters are averaged
 and counted as everywhere in this suite, so no variance turns negative and no counter shrinks.
 """
 

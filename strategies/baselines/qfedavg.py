@@ -27,7 +27,8 @@ class QFedAvg(SpanStrategy):
     q : float
         ≥ 0; the larger, the fairer.
     client_lr : float
-        The clients' learning rate, lr > 0: 1/lr estimates the Lipschitz constant L.
+        The clients' learning rate, lr > 0: 1/lr estimates the Lipschitz constant L. It stays the same where clients
+        decay theirs.
     **common
         Keywords of `UpdateStrategy`.
 

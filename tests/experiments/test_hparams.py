@@ -40,8 +40,9 @@ def test_points_are_the_product_of_the_grid():
 def test_a_grid_has_nine_points_and_reaches_the_strategy(name):
     file = read(f"hparams/{name}")
     choices = points(file["grid"])
-    assert len(choices) == len({str(choice) for choice in choices}) == 9
-    assert set(file["best"]) == set(options("benchmark"))
+    for grid in (file["grid"], *file.get("grids", {}).values()):
+        assert len(points(grid)) == len({str(choice) for choice in points(grid)}) == 9
+    assert set(file.get("grids", {})) <= set(options("benchmark")) == set(file["best"])
     assert all(best is None or best in range(9) for best in file["best"].values())
     cfg = compose([*TABLE, f"strategy={name}", "hparams.point=8"])
     assert cfg["strategy"]["name"] == name  # files, folders and reports go by it
@@ -86,6 +87,12 @@ def test_the_command_line_wins_over_the_point():
     cfg = compose([*TABLE, "hparams.point=8", "client.lr=0.7"])
     assert cfg == point | {"client": point["client"] | {"lr": 0.7}}
     assert compose([*TABLE, "hparams.point=8", "strategy=craft", "client=sgd"]) == point  # groups, not the keys
+
+
+def test_a_benchmark_may_have_a_grid_of_its_own():
+    own = read("hparams/craft")["grids"]["cifar10_cnn"]
+    cfg = compose(["experiment=craft_table", "benchmark=cifar10_cnn", "hparams.point=2", OUT])
+    assert {key: at(cfg, key) for key in own} == points(own)[2] != points(read("hparams/craft")["grid"])[2]
 
 
 def test_the_best_point_is_that_of_the_benchmark(tmp_path):

@@ -1,3 +1,5 @@
+"""Fairness, rounds to a target, forgetting: against hand-worked values."""
+
 import math
 
 import numpy as np

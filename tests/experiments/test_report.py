@@ -1,3 +1,5 @@
+"""The report of finished runs: tables, files, comparisons, what is left out."""
+
 import csv
 import io
 import math

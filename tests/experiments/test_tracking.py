@@ -1,3 +1,5 @@
+"""What a run leaves behind, also when it fails."""
+
 import io
 import json
 import math

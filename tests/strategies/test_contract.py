@@ -342,7 +342,7 @@ BROKEN = [
     (SquaresInFloat32, "scales_from_tiny_to_huge", "1e-12"),
     (SharesInFloat16, "very_unequal_shares", "not finite"),
     (GoesToFloat64, "dtypes_shapes_buffers_and_counters", "float16"),
-    (StepsItsBuffers, "dtypes_shapes_buffers_and_counters", "averaged by data shares"),
+    (StepsItsBuffers, "dtypes_shapes_buffers_and_counters", "between the clients' values"),
     (NeedsWideLayers, "more_clients_than_numbers", "singular"),
     (IgnoresLayers, "layers_given_or_not", "does not fit the LayerMap"),
     (ScalesItsInput, "what_is_received_and_returned_is_left_alone", "leaves as they are"),

@@ -6,7 +6,7 @@ import pytest
 import scipy.stats
 from flwr.common import ndarrays_to_parameters
 
-from strategies import FedAvg, FedMedian, FedTrimmedAvg, Krum
+from strategies import FedAvg, FedMedian, FedTrimmedAvg, Krum, LayerMap
 
 from .helpers import arrays_of, result
 from .layered import LAYERS, SIZE, Client, clients, matrix, parameters, play, start
@@ -55,7 +55,7 @@ def krum(G, f, k):
     return G[np.argsort(scores, kind="stable")[:k]].mean(axis=0)
 
 
-@pytest.mark.parametrize(("m", "f", "k"), [(7, 2, 1), (9, 0, 1), (9, 3, 1), (10, 2, 4), (4, 1, 1)])
+@pytest.mark.parametrize(("m", "f", "k"), [(7, 2, 1), (9, 0, 1), (9, 3, 1), (10, 2, 4), (5, 1, 1)])
 def test_krum_is_the_literal_one(m, f, k, device):
     s = Krum(
         num_malicious_clients=f, num_clients_to_keep=k, layers=LAYERS, initial_parameters=parameters(), device=device
@@ -110,6 +110,33 @@ def test_a_hostile_minority_cannot_move_the_model_out_of_the_honest_range(make, 
     assert (step <= high + slack).all()
     _, followed, _ = play(FedAvg(layers=LAYERS, initial_parameters=parameters()), 1, start(), sent)
     assert np.abs(followed).max() > 0.9 * abs(attack)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [FedMedian, lambda **k: FedTrimmedAvg(beta=0.25, **k), lambda **k: Krum(num_malicious_clients=3, **k)],
+    ids=["fedmedian", "fedtrimmedavg", "krum"],
+)
+def test_a_hostile_minority_reaches_no_running_statistics_and_no_counter(make):
+    names = ["fc.weight", "bn.running_var", "bn.num_batches_tracked"]
+    start = [np.zeros((3, 2)), np.ones(3), np.array(0)]
+    layers = LayerMap.from_names(names, [a.shape for a in start])
+    rng = np.random.default_rng(0)
+    sent = [result(i, [rng.normal(size=(3, 2)), np.full(3, 1 + i / 10), np.array(5 + i)], 10) for i in range(10)]
+    sent += [result(10 + i, [np.full((3, 2), 1e6), np.full(3, 1e9), np.array(2**60)], 10**9) for i in range(3)]
+    s = make(layers=layers, initial_parameters=ndarrays_to_parameters(start))
+    _, var, count = arrays_of(s.aggregate_fit(1, sent, [])[0])
+    assert ((var >= 1) & (var <= 1.9)).all()
+    assert 5 <= count <= 14
+
+
+def test_krum_refuses_a_round_that_its_malicious_clients_could_win():
+    s = Krum(num_malicious_clients=2, initial_parameters=ndarrays_to_parameters([np.zeros(2)]))
+    _, metrics = s.aggregate_fit(1, [result(i, [np.full(2, i + 1.0)]) for i in range(6)], [])
+    assert metrics["failed_round"] is True
+    assert "needs 7 clients" in metrics["failed_reason"]
+    _, metrics = s.aggregate_fit(2, [result(i, [np.full(2, i + 1.0)]) for i in range(7)], [])
+    assert metrics["failed_round"] is False
 
 
 @pytest.mark.parametrize(
