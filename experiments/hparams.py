@@ -2,8 +2,8 @@
 
 A file of the group holds ``grid``, a mapping of configuration keys to the values tried, whose product (the last key
 turning fastest) is the points 0, 1, ...; ``grids``, the grids of benchmarks that need one of their own; and ``best``,
-the number of the best point per benchmark, null where nobody has tuned yet. The group is on only in the experiments that
-choose it.
+the number of the best point per benchmark, null where nobody has tuned yet. The group is on only in the experiments
+that choose it.
 """
 
 from __future__ import annotations
