@@ -8,8 +8,17 @@ from experiments.config import compose
 from experiments.run import run
 from tests.experiments.test_hparams import options
 
-SMALL = ("simulation=serial", "num_clients=8", "clients_per_round=4", "num_rounds=2", "client.lr=0.1", "model.hidden=[8]",
-         "tracking.progress=false", "tracking.tensorboard=false", "evaluation.every=2")  # fmt: skip
+SMALL = (
+    *(
+        "num_clients=8",
+        "clients_per_round=4",
+        "num_rounds=2",
+        "evaluation.every=2",
+        "client.lr=0.1",
+        "model.hidden=[8]",
+    ),
+    *("simulation=serial", "tracking.progress=false", "tracking.tensorboard=false"),
+)
 
 
 @pytest.mark.parametrize("strategy", options("strategy"))
