@@ -229,7 +229,7 @@ class _Asked(NamedTuple):
 
 def _asked(ins: FitIns) -> _Asked:
     proximal_mu, initial_loss = ins.config.get("proximal_mu", 0.0), ins.config.get("initial_loss", False)
-    at_least_zero("The fit config's proximal_mu", proximal_mu)
+    at_least_zero("The fit config's proximal_mu", proximal_mu, below=1e9)
     boolean("The fit config's initial_loss", initial_loss)
     return _Asked(_server_round(ins), float(proximal_mu), bool(initial_loss))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from client_apps.errors import ConfigError
 from client_apps.wire import decode, encode
+
+logger = logging.getLogger(__name__)
 
 KEY = "fedconcord.ditto"
 """Name of the record in the state."""
@@ -32,7 +35,8 @@ def load(state: RecordDict, like: Mapping[str, Tensor], cid: int) -> list[Tensor
     Returns
     -------
     list of Tensor, or None
-        Copies on the CPU in the order of `like`; None where the client has not trained one yet.
+        Copies on the CPU in the order of `like`; None where the client has not trained one yet, or only one that
+        has diverged.
 
     Raises
     ------
@@ -42,13 +46,17 @@ def load(state: RecordDict, like: Mapping[str, Tensor], cid: int) -> list[Tensor
     if KEY not in state:
         return None
     try:
-        return _read(state[KEY], like)
+        tensors = _read(state[KEY], like)
     except (TypeError, ValueError) as error:
         reason = str(error).rstrip(".").replace("; ", ", ")
         raise ConfigError(
             f"The personal model kept by client {cid} under {KEY} cannot be used ({reason}); "
             "start a new run, whose clients begin without one, or set client.ditto_lambda=null."
         ) from error
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        logger.warning("client %d: its personal model has diverged; it begins anew from the global one", cid)
+        return None
+    return tensors
 
 
 def _read(record: object, like: Mapping[str, Tensor]) -> list[Tensor]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import math
+import tokenize
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+# What NumPy's header parser (ast and tokenize underneath) raises on text that is no header.
+_UNREADABLE = (ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError,
+               MemoryError, tokenize.TokenError)  # fmt: skip
 
 
 def encode(array: NDArray[Any]) -> bytes:
@@ -53,7 +58,7 @@ def _layout(header: bytes) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(file)
-    except (ValueError, KeyError) as error:
+    except _UNREADABLE as error:
         raise ValueError("Received bytes that are no .npy array; server and clients must both send arrays.") from error
     if dtype.hasobject:
         raise ValueError("Received an array of Python objects, which are never unpickled; send numbers.")

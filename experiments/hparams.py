@@ -61,9 +61,14 @@ def apply_point(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(f"{file} needs a grid: a mapping of configuration keys to lists of values.")
     choices = points(grid)
     assert isinstance(section, dict)
+    if section.get("strategy", cfg.strategy.name) != cfg.strategy.name:
+        raise ConfigError(
+            f"hparams={section['strategy']} are the settings of that strategy, not of {cfg.strategy.name}; choose the "
+            "hparams of the strategy."
+        )
     number = section.get("point")
     if number is None:
-        number = _best(cfg, section.get("best") or {}, file)
+        number = _best(cfg, section.get("best") or {}, file, choices)
     if not is_integer(number) or not 0 <= number < len(choices):
         raise ConfigError(f"hparams.point={number!r}: {file} has the points 0 to {len(choices) - 1}.")
     cfg = copy.deepcopy(cfg)
@@ -78,18 +83,27 @@ def apply_point(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     return cfg
 
 
-def _best(cfg: DictConfig, best: Mapping[str, Any], file: str) -> Any:
+def _best(cfg: DictConfig, best: Mapping[str, Any], file: str, choices: Sequence[Mapping[str, Any]]) -> Any:
     """Return the number of the best point: from the best.yaml that `tuned` names, else from the hparams file."""
     strategy, benchmark, tuned = cfg.strategy.name, cfg.get("benchmark_name"), cfg.get("tuned")
     advice = f"tune it with experiment=craft_tune benchmark={benchmark or 'NAME'}, or give hparams.point=K."
     if isinstance(tuned, str):
         try:
             found = yaml.safe_load(Path(tuned).read_text(encoding="utf-8"))
-            return found[benchmark][strategy]["point"]
+            entry = found[benchmark][strategy]
+            number, settings = entry["point"], entry.get("settings") or {}
         except OSError as error:
             raise ConfigError(f"tuned={tuned} cannot be read ({error.strerror}); {advice}") from error
         except (LookupError, TypeError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{tuned} names no point of {strategy} for benchmark {benchmark}; {advice}") from error
+        here = choices[number] if is_integer(number) and 0 <= number < len(choices) else {}
+        for key, value in here.items():
+            if settings.get(key, value) != value:
+                raise ConfigError(
+                    f"{tuned} was tuned with {key}={settings[key]} at point {number}, where {file} has {value} now; "
+                    f"{advice}"
+                )
+        return number
     if best.get(benchmark) is None:
         raise ConfigError(f"{file} names no best point for benchmark {benchmark}; {advice[:-1]} or tuned=PATH.")
     return best[benchmark]

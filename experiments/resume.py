@@ -21,12 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
 from client_apps.errors import ConfigError
 
-from .runs import is_aside
+from .runs import UNREADABLE, find_runs, is_aside
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def _settle(folder: Path, cfg: Mapping[str, Any]) -> str | None:
         there = _comparable(OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
         finished = status["status"] == "finished" and status["rounds"] >= there["num_rounds"]
         diverged = str(status["error"]).startswith("RoundsFailed")
-    except (AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError):
+    except UNREADABLE:
         _move_aside(folder, "was killed, or is damaged")
         return None
     here = _comparable(OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create(dict(cfg))))))
@@ -84,11 +83,12 @@ def _settle(folder: Path, cfg: Mapping[str, Any]) -> str | None:
             f"{folder} holds a finished run with {key}={there.get(key)}, not {here.get(key)}; move it away, or choose "
             "another folder (hydra.sweep.dir in a sweep)."
         )
-    if finished:
+    if finished and find_runs([folder])[0]:
         return "it has finished"
     if diverged and not differing:
         return f"it failed before and would again ({status['error']})"
-    _move_aside(folder, status["error"] or f"stopped after round {status['rounds']}")
+    reason = "its records are damaged" if finished else f"stopped after round {status['rounds']}"
+    _move_aside(folder, status["error"] or reason)
     return None
 
 

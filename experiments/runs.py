@@ -10,6 +10,9 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from strategies.options import is_real
 
 from .metrics import rounds_to_target
 
@@ -154,7 +157,7 @@ def _load(folder: Path) -> Run:
     if not run.series("accuracy"):
         raise _UnusableError("reports no accuracy")
     numbers = [config.get("target_accuracy"), *(value for name in _NUMBERS for value in run.series(name).values())]
-    if not isinstance(config["seed"], int) or not all(isinstance(n, int | float | None) for n in numbers):
+    if not isinstance(config["seed"], int) or not all(n is None or is_real(n) for n in numbers):
         raise _UnusableError("is damaged: it holds words where numbers belong")
     return run
 
@@ -175,7 +178,10 @@ def _folders(folders: Iterable[Path]) -> list[Path]:
     return sorted(found)
 
 
-_UNREADABLE = (AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError)
+UNREADABLE = (
+    AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError, OmegaConfBaseException,
+)  # fmt: skip
+"""What reading a damaged run raises."""
 
 
 def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
@@ -186,7 +192,7 @@ def find_runs(folders: Iterable[Path]) -> tuple[list[Run], list[str]]:
             runs.append(_load(path))
         except _UnusableError as error:
             left_out.append(f"{path} {error}")
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             left_out.append(f"{path} cannot be read: " + " ".join(f"{type(error).__name__}: {error}".split()))
     return runs, left_out
 
@@ -201,7 +207,7 @@ def find_failures(folders: Iterable[Path]) -> list[Failure]:
                 continue
             config: Any = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
             failures.append(Failure(path, config, _setting(config), _name(config), str(status["error"])))
-        except _UNREADABLE:
+        except UNREADABLE:
             continue  # find_runs names it
     return failures
 

@@ -23,7 +23,7 @@ from .runs import Failure, Run, find_failures, find_runs
 
 _CAPTION = (
     "Test accuracy in % at the last evaluation, per point of the strategy's grid (conf/hparams). "
-    "A point that failed with any seed loses; of equals the first is taken."
+    "A point that failed with any seed, or lacks one that others have, loses; of equals the first is taken."
 )
 
 
@@ -33,20 +33,25 @@ class _Points:
 
     strategy: str
     accuracy: Mapping[int, float]  # mean over seeds
+    seeds: Mapping[int, int]  # how many have finished
     failed: frozenset[int]
     settings: Mapping[int, Mapping[str, Any]]  # what tells a point from the others
 
     @property
     def best(self) -> int | None:
         """The point to take, None if there is none."""
-        eligible = sorted(self.accuracy.keys() - self.failed)
+        most = max(self.seeds.values(), default=0)
+        eligible = sorted(k for k in self.accuracy.keys() - self.failed if self.seeds[k] == most)
         return max(eligible, key=self.accuracy.__getitem__) if eligible else None  # the first of equals
 
     def cell(self, point: int) -> str:
         """What the table says of a point."""
         if point in self.failed:
             return "failed"
-        return f"{100 * self.accuracy[point]:.1f}" if point in self.accuracy else "–"
+        if point not in self.accuracy:
+            return "–"
+        most = max(self.seeds.values())
+        return f"{100 * self.accuracy[point]:.1f}" + (f" ({n}/{most})" if (n := self.seeds[point]) < most else "")
 
     def choice(self) -> str:
         """The settings of the best point, in words."""
@@ -105,6 +110,7 @@ def _collect(folder: Path) -> dict[str, list[_Points]]:
     for key in sorted(runs.keys() | failed.keys()):
         points = runs.get(key, {})
         accuracy = {point: fmean(run.result("accuracy") or 0.0 for run in seeds) for point, seeds in points.items()}
+        counts = {point: len(seeds) for point, seeds in points.items()}
         settings = {point: seeds[0].strategy[1] for point, seeds in points.items()}
         varied = [
             name
@@ -116,7 +122,9 @@ def _collect(folder: Path) -> dict[str, list[_Points]]:
             for point, of_point in settings.items()
         }
         benchmark, strategy = key
-        found.setdefault(benchmark, []).append(_Points(strategy, accuracy, frozenset(failed.get(key, ())), told))
+        found.setdefault(benchmark, []).append(
+            _Points(strategy, accuracy, counts, frozenset(failed.get(key, ())), told)
+        )
     return found
 
 

@@ -53,8 +53,8 @@ _LOSSES = {"train_loss": "train_loss", "initial_loss": "initial_loss", "personal
 
 # What a metric that a method requires has to be.
 _REQUIREMENTS: dict[str, Requirement] = {
-    "initial_loss": (lambda value: value >= 0, "the mean loss before training, a number of at least 0,"),
-    "step_weight": (lambda value: value > 0, "the weight of the local steps, a number above 0,"),
+    "initial_loss": (lambda value: 0 <= value <= 1e100, "the mean loss before training, a number from 0 to 1e100,"),
+    "step_weight": (lambda value: 1e-6 <= value <= 1e9, "the weight of the local steps, a number from 1e-6 to 1e9,"),
     "local_steps": (lambda value: value > 0, "the number of local steps, above 0,"),
     "train_loss": (lambda _: True, "the mean loss of local training, a number,"),
 }
@@ -192,6 +192,13 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         for layer in updates.layers.layers:
             yield self.solve_layer(updates, layer)
 
+    def identities(self, updates: ClientUpdates) -> list[str]:
+        """Return under which names to remember this round's clients, in canonical order.
+
+        The partition where it is known, since simulated nodes have other ids in a resumed run; else the client's id.
+        """
+        return [self.sampler.identity(cid) for cid in updates.clients]
+
     def merge_buffer(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
         """Return a floating-point buffer's next value from the clients', in canonical order: the mean by ρ."""
         mean = np.zeros(tensors[0].shape, np.float64)
@@ -239,8 +246,8 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Take `parameters` as θ_t and choose the clients that train on it.
 
-        The config sent is `on_fit_config_fn`'s, with `server_round` added, the round's number counted over
-        resumed runs, and what the method's `fit_config` asks of clients.
+        The config sent is `on_fit_config_fn`'s with two additions that win over it: `server_round`, the round's
+        number counted over resumed runs, and what the method's `fit_config` asks of clients.
 
         Raises
         ------
@@ -253,9 +260,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self._set_model(parameters)
         clients = self.sampler.draw(client_manager, self.num_fit_clients, stream=_FIT, number=number)
         self._sampled = len(clients)
-        config: dict[str, Scalar] = {"server_round": number, **self.fit_config()}
+        config: dict[str, Scalar] = {}
         if self.on_fit_config_fn is not None:
             config.update(self.on_fit_config_fn(number) or {})
+        config.update(self.fit_config(), server_round=number)
         ins = FitIns(parameters, config)
         return [(client, ins) for client in clients]
 

@@ -163,7 +163,7 @@ class CRAFT(UpdateStrategy):
         norm = torch.stack([torch.linalg.vector_norm(direction.vector) for direction in solved]).norm()
         # Where the exact direction is zero (opposite clients with equal shares) rounding leaves a vector that
         # means nothing; it must not be scaled up, now or as the next ĝ.
-        size = torch.linalg.vector_norm(rho) + (0.0 if references[0] is None else 1.0)
+        size = torch.linalg.vector_norm(rho) + (0.0 if all(vector is None for vector in references) else 1.0)
         real = norm > craft.ROUNDING * len(updates) * torch.finfo(torch.float64).eps * size
         length = rho @ gram.diagonal().sqrt() if self.scale == "mean_norm" else norm
         factor = torch.where(real, length / norm, 0.0)
@@ -181,9 +181,11 @@ class CRAFT(UpdateStrategy):
     def _references(self, group: Sequence[Layer]) -> list[Tensor | None]:
         """Return ĝ of some layers, at unit length together; None where nothing is known yet."""
         kept = [self.memory.get(f"reference/{layer.name}") for layer in group]
-        if self.reference != "ema" or kept[0] is None:
-            return list(kept)
-        norm = torch.stack([torch.linalg.vector_norm(vector) for vector in kept if vector is not None]).norm()
+        norms = [torch.linalg.vector_norm(vector) for vector in kept if vector is not None]
+        if self.reference == "zero" or not norms:
+            return [None] * len(group)
+        # A moving average is shorter than its parts, and a state may come from another granularity.
+        norm = torch.stack(norms).norm()
         return [None if vector is None else vector / torch.where(norm > 0, norm, 1.0) for vector in kept]
 
     def _averaged(self, layer: Layer, unit: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class _Strategy(Protocol):
     memory: dict[str, Tensor]
     records: dict[str, Any]
 
+    def identities(self, updates: ClientUpdates) -> list[str]: ...
+
 
 class UpdateHistory:
     """The stored updates of a strategy.
@@ -42,7 +44,7 @@ class UpdateHistory:
 
     def absent(self, updates: ClientUpdates, since: int) -> list[int]:
         """Return the rows of clients that are not in this round and came in round `since` or later, oldest first."""
-        present = set(updates.clients)
+        present = set(self._strategy.identities(updates))
         rows = [(number, i) for i, (cid, number) in enumerate(self._rows()) if cid not in present and number >= since]
         return [i for _, i in sorted(rows)]
 
@@ -72,7 +74,9 @@ class UpdateHistory:
             for columns, block in updates.blocks(layer):
                 rows[len(kept) :, columns] = block.clamp_(-_LARGEST, _LARGEST)  # or a float64 update could turn to Inf
             self._strategy.memory[key] = rows
-        self._strategy.records[KIND] = [listed[i] for i in kept] + [[cid, number] for cid in updates.clients]
+        self._strategy.records[KIND] = [listed[i] for i in kept] + [
+            [name, number] for name in self._strategy.identities(updates)
+        ]
 
     def _rows(self) -> list[tuple[str, int]]:
         rows: list[tuple[str, int]] = self._strategy.records[KIND]

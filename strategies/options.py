@@ -11,7 +11,10 @@ import torch
 
 def is_real(value: object) -> TypeGuard[float]:
     """Say whether a value is a finite real number, Python's or NumPy's, and no bool."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def is_integer(value: object) -> TypeGuard[int]:

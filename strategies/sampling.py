@@ -57,6 +57,10 @@ class ClientSampler:
         group, value, text = client_order(cid)
         return 1 + group, value, text
 
+    def identity(self, cid: str) -> str:
+        """Return a name that a client keeps in a resumed run: its partition if known, else its id."""
+        return f"partition {self._partitions[cid]}" if cid in self._partitions else cid
+
     def draw(self, manager: ClientManager, size: Size, *, stream: int, number: int) -> list[ClientProxy]:
         """Draw clients for round `number`, in canonical order; streams are independent.
 

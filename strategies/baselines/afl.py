@@ -62,7 +62,7 @@ class AFL(SpanStrategy):
     def coefficients(self, updates: ClientUpdates) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the λ of those present, scaled to sum to one, and the largest of all."""
         known = self._with_new(updates)
-        values = [known[cid] for cid in updates.clients]
+        values = [known[name] for name in self.identities(updates)]
         present = torch.tensor(values, dtype=torch.float64, device=updates.device)
         total = present.sum()
         largest = torch.tensor(max(known.values()), dtype=torch.float64, device=updates.device)
@@ -81,8 +81,8 @@ class AFL(SpanStrategy):
     def conclude(self, updates: ClientUpdates) -> None:
         """Raise λ by the losses, project, and average the iterates."""
         known = self._with_new(updates)
-        for cid, loss in zip(updates.clients, updates.reported("initial_loss").tolist(), strict=True):
-            known[cid] += self.lambda_lr * loss
+        for name, loss in zip(self.identities(updates), updates.reported("initial_loss").tolist(), strict=True):
+            known[name] += self.lambda_lr * loss
         projected = simplex.project(torch.tensor(list(known.values()), dtype=torch.float64))
         self.records["lambda"] = dict(zip(known, projected.tolist(), strict=True))
         if not self.average_iterates or self._model is None:
@@ -108,6 +108,7 @@ class AFL(SpanStrategy):
         """Require λ by client and the number of iterates."""
         weights, iterates = records.get("lambda"), records.get("iterates")
         fine = isinstance(weights, Mapping) and all(is_real(w) and w >= 0 for w in weights.values())
+        fine = fine and (not weights or abs(sum(weights.values()) - 1) < 1e-6)
         fine = fine and is_integer(iterates) and iterates >= 0 and bool(memory) == (iterates > 0)
         require(
             "the state's records", records, "λ by client, and a number of iterates where their average is kept", fine
@@ -116,9 +117,9 @@ class AFL(SpanStrategy):
     def _with_new(self, updates: ClientUpdates) -> dict[str, float]:
         """Return λ by client, in canonical order of their first round, those of this round included."""
         known: dict[str, float] = dict(self.records["lambda"])
-        new = [cid for cid in updates.clients if cid not in known]
+        new = [name for name in self.identities(updates) if name not in known]
         if new:
             count = len(known) + len(new)
-            known = {cid: weight * (count - len(new)) / count for cid, weight in known.items()}
+            known = {name: weight * (count - len(new)) / count for name, weight in known.items()}
             known.update(dict.fromkeys(new, 1 / count))
         return known

@@ -98,7 +98,7 @@ class FedLF(UpdateStrategy):
         """Remember this round's updates, and who has ever been here."""
         known = self.records["clients"]
         seen = set(known)
-        known += [cid for cid in updates.clients if cid not in seen]
+        known += [name for name in self.identities(updates) if name not in seen]
         window = max(1, len(known) // len(updates)) if self.rounds is None else self.rounds
         if window:
             self.history.store(updates, self._round, self._round + 1 - window)

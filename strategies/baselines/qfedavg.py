@@ -43,7 +43,8 @@ class QFedAvg(SpanStrategy):
     def __init__(self, *, q: float = 0.2, client_lr: float = 0.1, **common: Any) -> None:
         super().__init__(**common)
         require("q", q, "a number of at least 0", is_real(q) and q >= 0)
-        require("client_lr", client_lr, "a number above 0", is_real(client_lr) and client_lr > 0)
+        ok = is_real(client_lr) and 1e-30 <= client_lr <= 1e30
+        require("client_lr", client_lr, "a number from 1e-30 to 1e30", ok)
         self.q = q
         self.client_lr = client_lr
 

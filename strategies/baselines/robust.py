@@ -46,7 +46,7 @@ class FedTrimmedAvg(UpdateStrategy):
 
     def trimmed(self, m: int) -> int:
         """Return how many of m clients are cut off at each end."""
-        return math.floor(self.beta * m + 1e-9)
+        return min(math.floor(self.beta * m + 1e-9), (m - 1) // 2)
 
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
         """Sort each coordinate and average what is left."""
@@ -85,8 +85,8 @@ class FedMedian(FedTrimmedAvg):
 class Krum(SpanStrategy):
     """The clients with the closest neighbours.
 
-    Distances are taken in float64 between updates from which their mean is subtracted, so that what all clients
-    share does not drown what tells them apart.
+    Distances are taken in float64 between updates from which their coordinate-wise median is subtracted, so that
+    neither what all clients share nor a few that are far off drown what tells the others apart.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ class Krum(SpanStrategy):
             )
         inner = torch.zeros((m, m), dtype=torch.float64, device=updates.device)
         for layer in updates.layers.layers:
-            centred = ((columns, block - block.mean(dim=0)) for columns, block in updates.blocks(layer))
+            centred = ((columns, block - block.median(dim=0).values) for columns, block in updates.blocks(layer))
             inner += gram(centred, m, device=updates.device).matrix
         squared = inner.diagonal()
         distances = (squared[:, None] + squared - 2 * inner).clamp(min=0)

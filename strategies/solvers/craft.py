@@ -184,7 +184,8 @@ def _inequality(K: Tensor, wanted: Tensor, active: Tensor, cut: float, ridge: fl
 
     With a singular K the dual may have no bound (no g meets the constraints). A slight ridge then gives the least
     violation; the multipliers it blows up cancel in Uᵀα, and are projected on what K sees, where nothing is left
-    to cancel.
+    to cancel. KKT is that of the problem with the ridge. Constraints that can only be met by a g a thousand times
+    longer than the shares (clients opposite but for 1e-5) are not met: the ridge gives up on them.
     """
     alpha = torch.zeros_like(wanted)
     rows = active.nonzero()[:, 0]

@@ -20,10 +20,11 @@ def project(values: Tensor) -> Tensor:
 
     By sorting: Held, Wolfe, Crowder, "Validation of subgradient optimization", Mathematical Programming 6, 1974.
     """
+    values = values - values.max()  # the same point, and no number too large to take 1 off
     ordered = values.sort(descending=True).values
     excess = (ordered.cumsum(0) - 1) / torch.arange(1, len(values) + 1, dtype=values.dtype, device=values.device)
     count = int((ordered > excess).sum())
-    return (values - excess[count - 1]).clamp(min=0)
+    return (values - excess[max(count, 1) - 1]).clamp(min=0)
 
 
 def min_norm(gram_matrix: Tensor) -> qp.QPSolution:

@@ -230,6 +230,18 @@ def test_what_is_kept_is_numpys_own_format_and_survives_flowers() -> None:
     assert again.state == client.state
 
 
+def test_a_personal_model_that_diverged_begins_anew(caplog: pytest.LogCaptureFixture) -> None:
+    of = task()
+    broken = [np.full_like(a, np.nan) for a in arrays(of)]
+    client, fresh = TaskClient(of, 0), TaskClient(of, 0)
+    client.state[personal.KEY] = personal.record(of.new_model().state_dict(), [torch.tensor(a) for a in broken])
+    client.fit(fit_ins(of))
+    fresh.fit(fit_ins(of))
+    for a, b in zip(kept(client), kept(fresh), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert "diverged" in caplog.text
+
+
 def test_integer_buffers_and_scalars_are_kept() -> None:
     tensors = {"weight": torch.randn(2, 3), "count": torch.tensor(7), "mean": torch.tensor(0.5, dtype=torch.float64)}
     state = RecordDict({personal.KEY: personal.record(tensors, list(tensors.values()))})

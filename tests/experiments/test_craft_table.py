@@ -184,6 +184,24 @@ def test_a_point_that_failed_with_one_seed_loses(tmp_path):
     assert yaml.safe_load((tmp_path / "best.yaml").read_text())["femnist_mlp"]["craft"]["point"] == 0
 
 
+def test_a_point_that_lacks_a_seed_loses(tmp_path, capsys):
+    for point, seed, accuracy in ((0, 100, 0.5), (0, 101, 0.6), (1, 100, 0.58)):
+        overrides = ["experiment=craft_tune", *SMALL, f"hparams.point={point}", f"seed={seed}"]
+        folder = tmp_path / f"craft/point{point}_seed{seed}"
+        leave_run(compose([*overrides, f"output_dir={folder}"]), accuracy=accuracy)
+    choose(tmp_path)
+    assert yaml.safe_load((tmp_path / "best.yaml").read_text())["femnist_mlp"]["craft"]["point"] == 0
+    assert "58.0 (1/2)" in (tmp_path / "points.md").read_text()
+
+
+def test_a_finished_run_whose_records_are_damaged_is_run_again(cfg, tmp_path):
+    leave_run(cfg)
+    (tmp_path / "craft/seed0/metrics.jsonl").write_text('{"round": 0, "accu')
+    with claimed(cfg) as reason:
+        assert reason is None
+    assert (tmp_path / "craft/seed0.aside1/metrics.jsonl").exists()
+
+
 def test_without_points_there_is_no_best(tmp_path, cfg):
     leave_run(cfg)
     assert choose(tmp_path) is None

@@ -103,6 +103,25 @@ def test_the_best_point_is_that_of_the_benchmark(tmp_path):
     assert tuned == compose([*TABLE, "hparams.point=1"])
 
 
+def test_a_best_point_that_means_something_else_by_now_is_refused(tmp_path):
+    best = tmp_path / "best.yaml"
+    point = points(read("hparams/craft")["grid"])[1]
+    for lr, words in ((point["client.lr"], None), (9.0, "was tuned with client.lr=9.0 at point 1")):
+        best.write_text(yaml.safe_dump({"femnist_mlp": {"craft": {"point": 1, "settings": {"client.lr": lr}}}}))
+        if words is None:
+            assert compose([*TABLE, f"tuned={best}"]) == compose([*TABLE, "hparams.point=1"])
+        else:
+            with pytest.raises(ConfigError, match=words):
+                compose([*TABLE, f"tuned={best}"])
+
+
+def test_settings_of_another_strategy_are_refused():
+    with pytest.raises(ConfigError, match="hparams=fedavg are the settings of that strategy, not of craft"):
+        compose(["strategy=craft", "hparams=fedavg", "hparams.point=0", OUT])
+    cfg = compose(["strategy=fedavg", "hparams=fedavg", "hparams.point=0", OUT])  # without either experiment
+    assert cfg["client"]["lr"] == 0.03
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

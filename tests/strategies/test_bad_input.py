@@ -7,7 +7,7 @@ import pytest
 import torch
 from flwr.common import ndarrays_to_parameters
 
-from strategies import CRAFT, FedAvg, FedAvgM
+from strategies import AFL, CRAFT, FedAvg, FedAvgM, FedNova, FedProx, QFedAvg
 from strategies.solvers import craft
 
 from .helpers import arrays_of, initial, manager, model, result, results, trained
@@ -128,3 +128,31 @@ def test_the_strategy_and_the_solver_agree():
     theta = arrays_of(s.aggregate_fit(1, [result(i, [g], i + 1) for i, g in enumerate(G)], [])[0])[0]
     direct = craft.solve(torch.tensor(G), torch.tensor([1, 2, 3]) / 6)
     np.testing.assert_allclose(theta, direct.direction, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "value"),
+    [
+        (AFL, "initial_loss", 1e308),
+        (QFedAvg, "initial_loss", 10**400),
+        (QFedAvg, "initial_loss", -1e-9),
+        (FedNova, "step_weight", 1e-320),
+        (FedNova, "step_weight", 1e18),
+        (FedNova, "step_weight", True),
+    ],
+)
+def test_a_report_out_of_range_costs_the_client_not_the_round(make, key, value):
+    good = results(model())
+    theta, metrics = make(initial_parameters=initial()).aggregate_fit(
+        1, [*good, result(9, trained(model(), 1)[0], metrics={key: value})], []
+    )
+    assert metrics["clients_rejected"] == 1
+    assert key in metrics["rejection_reasons"]
+    assert theta.tensors == make(initial_parameters=initial()).aggregate_fit(1, good, [])[0].tensors
+
+
+def test_what_a_method_asks_of_clients_wins_over_the_users_config():
+    asked = {"proximal_mu": 0.0, "server_round": 77, "batch": 5}
+    s = FedProx(proximal_mu=0.5, initial_parameters=initial(), on_fit_config_fn=lambda _: asked)
+    config = s.configure_fit(1, initial(), manager("ab"))[0][1].config
+    assert config == {"proximal_mu": 0.5, "server_round": 1, "batch": 5}

@@ -431,3 +431,25 @@ def test_normalised_momentum_stays_where_updates_cancel(scale):
 def test_normalised_momentum_names_a_scale_it_does_not_know():
     with pytest.raises(ValueError, match=r"^scale="):
         NormalisedMomentum(scale="unit")
+
+
+@pytest.mark.parametrize("other", [{"reference": "ema"}, {"granularity": "model"}, {}])
+def test_a_state_saved_under_other_options_brings_no_other_reference(other):
+    """ĝ has length 1 over what is solved together whatever the state comes from; reference="zero" has none."""
+    first = CRAFT(layers=LAYERS, initial_parameters=parameters(), **other)
+    theta = start()
+    for number in (1, 2):
+        theta, _, _ = play(first, number, theta, clients(4, number))
+    resumed = CRAFT(layers=LAYERS, reference="zero")
+    resumed.load_state_dict(first.state_dict())
+    fresh = CRAFT(layers=LAYERS, reference="zero", initial_parameters=parameters())
+    sent = clients(4, 3)
+    _, one, _ = play(fresh, 1, start(), sent)
+    resumed._set_model(parameters())
+    _, two, _ = play(resumed, 1, start(), sent)
+    np.testing.assert_allclose(one, two, rtol=1e-12, atol=1e-15)
+    layered = CRAFT(layers=LAYERS)
+    layered.load_state_dict(first.state_dict())
+    for layer in LAYERS.layers:
+        (reference,) = layered._references([layer])
+        assert float(reference.norm()) == pytest.approx(1, rel=1e-12)

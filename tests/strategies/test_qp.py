@@ -295,3 +295,13 @@ def test_projection_leaves_the_simplex_and_ignores_a_common_shift(m, seed):
     p, v, shift = rng.dirichlet(np.ones(m)), rng.normal(size=m), rng.normal()
     np.testing.assert_allclose(simplex.project(tensor(p)), p, atol=1e-12)
     np.testing.assert_allclose(simplex.project(tensor(v + shift)), simplex.project(tensor(v)), atol=1e-12)
+
+
+def test_projection_of_numbers_that_swallow_a_one():
+    for values, expected in [
+        ([1e16, 1.0], [1.0, 0.0]),
+        ([1e17, 5.0, 3.0], [1.0, 0.0, 0.0]),
+        ([1.7e308, 1.7e308], [0.5, 0.5]),
+        ([-1e300, -1e300 * (1 + 1e-15)], [1.0, 0.0]),
+    ]:
+        np.testing.assert_allclose(simplex.project(torch.tensor(values, dtype=torch.float64)), expected, atol=1e-12)

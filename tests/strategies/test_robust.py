@@ -151,3 +151,22 @@ def test_krum_refuses_a_round_that_its_malicious_clients_could_win():
 def test_options_out_of_range_are_named(make, options, name):
     with pytest.raises(ValueError, match=name):
         make(**options)
+
+
+@pytest.mark.parametrize("shift", [1e6, 1e8, 1e12])
+def test_krum_is_not_blinded_by_one_that_is_far_off(shift):
+    rng = np.random.default_rng(int(np.log10(shift)))
+    G = rng.normal(0, 1e-2, (9, 40))
+    G[4] += shift
+    s = Krum(num_malicious_clients=1, initial_parameters=ndarrays_to_parameters([np.zeros(40)]))
+    theta, _ = s.aggregate_fit(1, [result(i, [g]) for i, g in enumerate(G)], [])
+    np.testing.assert_allclose(arrays_of(theta)[0], krum(G, 1, 1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 6, 20])
+def test_almost_half_cut_off_at_each_end_is_the_median(m):
+    start = ndarrays_to_parameters([np.zeros(3)])
+    sent = [result(i, [g]) for i, g in enumerate(np.random.default_rng(m).normal(size=(m, 3)))]
+    one, _ = FedTrimmedAvg(beta=0.49999999999999, initial_parameters=start).aggregate_fit(1, sent, [])
+    two, _ = FedMedian(initial_parameters=start).aggregate_fit(1, sent, [])
+    assert one.tensors == two.tensors
