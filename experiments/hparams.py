@@ -86,7 +86,9 @@ def apply_point(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 def _best(cfg: DictConfig, best: Mapping[str, Any], file: str, choices: Sequence[Mapping[str, Any]]) -> Any:
     """Return the number of the best point: from the best.yaml that `tuned` names, else from the hparams file."""
     strategy, benchmark, tuned = cfg.strategy.name, cfg.get("benchmark_name"), cfg.get("tuned")
-    advice = f"tune it with experiment=craft_tune benchmark={benchmark or 'NAME'}, or give hparams.point=K."
+    advice = f"tune it with -m experiment=craft_tune benchmark={benchmark or 'NAME'}, or give hparams.point=K."
+    if cfg.get("tuning_rounds") is not None and cfg.num_rounds == cfg.tuning_rounds:
+        advice = "craft_tune is a sweep over points: add -m, or give hparams.point=K."
     if isinstance(tuned, str):
         try:
             found = yaml.safe_load(Path(tuned).read_text(encoding="utf-8"))

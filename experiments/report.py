@@ -36,7 +36,7 @@ _COLUMNS: dict[str, tuple[str, int, float, Any]] = {
     "personal_worst10": ("personal\nworst 10 %", 1, 100, max),
     "personal_best10": ("personal\nbest 10 %", 1, 100, max),
     "rounds_to_target": ("rounds\nto target", 0, 1, min),
-    "seconds": ("time (s)", 1, 1, min),
+    "seconds": ("time (s)", 1, 1, None),  # with the start of the engine, so no best
 }
 # Of personal models, if there are any.
 _OPTIONAL = {"personal_accuracy", "personal_accuracy_std", "personal_worst10", "personal_best10"}

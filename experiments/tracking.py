@@ -35,7 +35,12 @@ _REWRITE_SECONDS = 30.0
 # Without a terminal: about this many lines a run, and a sign of life in between.
 _PLAIN_LINES = 20
 _PLAIN_SECONDS = 60.0
-_EVALUATION = {"accuracy": "  accuracy {:.1%}", "worst10": "  worst10 {:.1%}", "loss": "  loss {:.3f}"}
+_EVALUATION = {
+    "accuracy": "  accuracy {:.1%}",
+    "personal_accuracy": "  personal {:.1%}",
+    "worst10": "  worst10 {:.1%}",
+    "loss": "  loss {:.3f}",
+}
 _SOLVE = {
     "conflict_share_before": "  conflict {:.0%}",
     "conflict_share_after": " → {:.0%}",
