@@ -67,20 +67,22 @@ def nonnegative(K: Tensor, b: Tensor) -> QPSolution:
     """
     if not len(b):
         return QPSolution(b.clone(), b.sum())
-    matrix, vector = _array(K), _array(b)
-    scale = np.abs(vector).max()
-    if scale == 0 or (vector <= 0).all():  # the gradient at 0 is −b
+    # NumPy would use threads of its own for matrices, which wait by spinning and take PyTorch's the processor.
+    on_cpu, target = K.detach().to("cpu", torch.float64), b.detach().to("cpu", torch.float64)
+    matrix, vector = on_cpu.numpy(), target.numpy()
+    scale = float(target.abs().max())
+    if scale == 0 or bool((target <= 0).all()):  # the gradient at 0 is −b
         return QPSolution(torch.zeros_like(b), torch.zeros((), dtype=b.dtype, device=b.device))
+    lower, failed = torch.linalg.cholesky_ex(on_cpu)
+    if bool(failed):
+        raise NoSolution("the clients' Gram matrix is not positive definite")
+    right = torch.linalg.solve_triangular(lower, (target / scale)[:, None], upper=False)[:, 0]
     try:
-        upper = np.linalg.cholesky(matrix).T
-        right = np.linalg.solve(upper.T, vector / scale)
-        x = scipy.optimize.nnls(upper, right, maxiter=_EXCHANGES * len(vector))[0] * scale
-    except np.linalg.LinAlgError as error:
-        raise NoSolution("the clients' Gram matrix is not positive definite") from error
+        x = scipy.optimize.nnls(lower.T.numpy(), right.numpy(), maxiter=_EXCHANGES * len(vector))[0] * scale
     except RuntimeError:  # too many exchanges
         m, size = len(vector), float(matrix.diagonal().max())
         x = _clarabel(matrix / size, -vector / scale, np.zeros(m), np.full(m, np.inf), total=None) * (scale / size)
-    w = matrix @ x - vector
+    w = (on_cpu @ torch.from_numpy(x) - target).numpy()
     largest = max(float(x.max()), np.finfo(np.float64).tiny)
     kkt = max(-min(float(w.min()), 0.0), float(np.abs(x * w).max()) / largest) / scale
     return QPSolution(torch.from_numpy(x).to(b.device), torch.tensor(kkt, dtype=b.dtype, device=b.device))

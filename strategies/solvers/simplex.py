@@ -49,19 +49,20 @@ def min_norm(gram_matrix: Tensor) -> qp.QPSolution:
         If no solver finishes.
     """
     m, device = len(gram_matrix), gram_matrix.device
-    G = gram_matrix.detach().to("cpu", torch.float64).numpy()
+    # NumPy would use threads of its own for matrices, which wait by spinning and take PyTorch's the processor.
+    G = gram_matrix.detach().to("cpu", torch.float64)
     scale = float(G.diagonal().max())
     if m == 1 or scale <= 0:
         x = np.full(m, 1 / m)
         return qp.QPSolution(torch.from_numpy(x).to(device), torch.zeros((), dtype=torch.float64, device=device))
-    eigenvalues, vectors = np.linalg.eigh(G / scale)
-    R = np.sqrt(eigenvalues.clip(min=0))[:, None] * vectors.T
+    eigenvalues, vectors = torch.linalg.eigh(G / scale)
+    R = eigenvalues.clamp(min=0).sqrt()[:, None] * vectors.T
     try:
-        x = scipy.optimize.nnls(np.vstack([R, np.ones(m)]), np.append(np.zeros(m), 1.0), maxiter=10 * m)[0]
+        x = scipy.optimize.nnls(np.vstack([R.numpy(), np.ones(m)]), np.append(np.zeros(m), 1.0), maxiter=10 * m)[0]
     except RuntimeError:  # too many exchanges
         ones = torch.ones(m, dtype=torch.float64, device=device)
         return qp.box_simplex(gram_matrix, 0 * ones, ones)
-    x /= x.sum()
-    p = G @ x
-    kkt = max(float(x @ p - p.min()), 0.0) / scale
-    return qp.QPSolution(torch.from_numpy(x).to(device), torch.tensor(kkt, dtype=torch.float64, device=device))
+    weights = torch.from_numpy(x / x.sum())
+    p = G @ weights
+    kkt = ((weights @ p - p.min()) / scale).clamp(min=0)
+    return qp.QPSolution(weights.to(device), kkt.to(device))
