@@ -19,6 +19,10 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#
 _MARKERS = ("", "o", "s", "^")
 
 
+# With more lines than this in a panel, bands and dashed lines would hide them.
+_CROWD = 8
+
+
 def draw_curves(groups: Sequence[Group]) -> bytes:
     """Draw one line of panels per setting and return the PNG; of more rows than lines have styles, the best."""
     png = io.BytesIO()
@@ -64,10 +68,15 @@ def figure_of(groups: Sequence[Group]) -> Figure:
         worst.set(title="Accuracy, worst 10 % of clients", ylabel="accuracy (%)")
         # one round's sample is small, so this share jumps: averaged, and the panel says so
         window = max(1, len(group.rows[0].runs[0].rounds) // 20)
-        before = [_draw(conflict, row, styles[row.label], "conflict_share_before", "--", window) for row in group.rows]
+        before = [
+            _draw(conflict, row, styles[row.label], "conflict_share_before", "--", window)
+            for row in group.rows
+            if not _crowded(group)
+        ]
         _panel(conflict, group, styles, "conflict_share_after", window)
         averaged = f", average of {window} rounds" if window > 1 else ""
-        conflict.set(title=f"Clients in conflict{averaged}", ylabel="sampled clients (%)")
+        which = " after the solve" if _crowded(group) else ""
+        conflict.set(title=f"Clients in conflict{which}{averaged}", ylabel="sampled clients (%)")
         if any(before):
             key = [Line2D([], [], color="0.4", linestyle=style, linewidth=1) for style in ("--", "-")]
             conflict.legend(key, ["before the solve", "after"], frameon=False, fontsize=8)
@@ -75,20 +84,29 @@ def figure_of(groups: Sequence[Group]) -> Figure:
             axes.title.set(fontsize=10)
     handles = [Line2D([], [], linewidth=2, **styles[label]) for label in labels]
     several = any(len(row.runs) > 1 for group in groups for row in group.rows)
+    bands = "" if all(map(_crowded, groups)) else ", band: lowest to highest seed"
     foot.legend(
         handles,
         labels,
         loc="center",
         ncols=columns,
         frameon=False,
-        title="line: mean over seeds, band: lowest to highest seed" if several else None,
+        title=f"line: mean over seeds{bands}" if several else None,
         title_fontsize=8,
     )
     return figure
 
 
+def _crowded(group: Group) -> bool:
+    return len(group.rows) > _CROWD
+
+
 def _panel(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, window: int = 1) -> None:
-    missing = [row.label for row in group.rows if not _draw(axes, row, styles[row.label], name, window=window)]
+    missing = [
+        row.label
+        for row in group.rows
+        if not _draw(axes, row, styles[row.label], name, window=window, band=not _crowded(group))
+    ]
     if len(missing) == len(group.rows):
         axes.text(0.5, 0.5, "not reported", transform=axes.transAxes, ha="center", color="0.5")
         axes.set(xticks=[], yticks=[])
@@ -102,7 +120,9 @@ def _panel(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, windo
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw(axes: Axes, row: Row, style: Mapping[str, Any], name: str, line: str = "-", window: int = 1) -> bool:
+def _draw(
+    axes: Axes, row: Row, style: Mapping[str, Any], name: str, line: str = "-", window: int = 1, band: bool = True
+) -> bool:
     """Draw the mean over seeds, in rounds that all seeds report, and a band; False if there is no such round."""
     series = [run.series(name) for run in row.runs]
     rounds = sorted(set.intersection(*(set(of_run) for of_run in series)))
@@ -115,7 +135,7 @@ def _draw(axes: Axes, row: Row, style: Mapping[str, Any], name: str, line: str =
     width = 1.6 if line == "-" else 0.9
     style = style if len(rounds) > 1 else {**style, "marker": "o"}  # a single point needs one to be seen
     axes.plot(rounds, seeds.mean(axis=0), line, linewidth=width, zorder=3, clip_on=False, **style)
-    if line == "-" and len(series) > 1:
+    if band and line == "-" and len(series) > 1:
         low, high = seeds.min(axis=0), seeds.max(axis=0)
         axes.fill_between(rounds, low, high, color=style["color"], alpha=0.15, linewidth=0)
     return True
