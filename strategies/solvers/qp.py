@@ -11,19 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import clarabel
-import numpy as np
 import scipy.optimize
 import torch
-from numpy.typing import NDArray
 from scipy import sparse
 from torch import Tensor
-
-Matrix = NDArray[np.float64]
 
 # Exchanges of NNLS a variable; it usually takes one, and cycling takes for ever.
 _EXCHANGES = 10
 SECONDS = 60.0
 """Longest time of a solve by Clarabel."""
+TINY = torch.finfo(torch.float64).tiny
 
 
 class NoSolution(ArithmeticError):
@@ -68,24 +65,25 @@ def nonnegative(K: Tensor, b: Tensor) -> QPSolution:
     if not len(b):
         return QPSolution(b.clone(), b.sum())
     # NumPy would use threads of its own for matrices, which wait by spinning and take PyTorch's the processor.
-    on_cpu, target = K.detach().to("cpu", torch.float64), b.detach().to("cpu", torch.float64)
-    matrix, vector = on_cpu.numpy(), target.numpy()
-    scale = float(target.abs().max())
-    if scale == 0 or bool((target <= 0).all()):  # the gradient at 0 is −b
+    matrix, vector = _on_cpu(K), _on_cpu(b)
+    scale = float(vector.abs().max())
+    if scale == 0 or bool((vector <= 0).all()):  # the gradient at 0 is −b
         return QPSolution(torch.zeros_like(b), torch.zeros((), dtype=b.dtype, device=b.device))
-    lower, failed = torch.linalg.cholesky_ex(on_cpu)
+    lower, failed = torch.linalg.cholesky_ex(matrix)
     if bool(failed):
         raise NoSolution("the clients' Gram matrix is not positive definite")
-    right = torch.linalg.solve_triangular(lower, (target / scale)[:, None], upper=False)[:, 0]
+    right = torch.linalg.solve_triangular(lower, (vector / scale)[:, None], upper=False)[:, 0]
     try:
-        x = scipy.optimize.nnls(lower.T.numpy(), right.numpy(), maxiter=_EXCHANGES * len(vector))[0] * scale
+        found, _ = scipy.optimize.nnls(lower.T.numpy(), right.numpy(), maxiter=_EXCHANGES * len(vector))
+        x = torch.from_numpy(found) * scale
     except RuntimeError:  # too many exchanges
-        m, size = len(vector), float(matrix.diagonal().max())
-        x = _clarabel(matrix / size, -vector / scale, np.zeros(m), np.full(m, np.inf), total=None) * (scale / size)
-    w = (on_cpu @ torch.from_numpy(x) - target).numpy()
-    largest = max(float(x.max()), np.finfo(np.float64).tiny)
-    kkt = max(-min(float(w.min()), 0.0), float(np.abs(x * w).max()) / largest) / scale
-    return QPSolution(torch.from_numpy(x).to(b.device), torch.tensor(kkt, dtype=b.dtype, device=b.device))
+        size = float(matrix.diagonal().max())
+        none, endless = torch.zeros_like(vector), torch.full_like(vector, torch.inf)
+        x = _clarabel(matrix / size, -vector / scale, none, endless, total=None) * (scale / size)
+    w = matrix @ x - vector
+    largest = max(float(x.max()), TINY)
+    kkt = max(-min(float(w.min()), 0.0), float((x * w).abs().max()) / largest) / scale
+    return QPSolution(x.to(b.device), torch.tensor(kkt, dtype=b.dtype, device=b.device))
 
 
 def box_simplex(G: Tensor, lower: Tensor, upper: Tensor) -> QPSolution:
@@ -109,32 +107,33 @@ def box_simplex(G: Tensor, lower: Tensor, upper: Tensor) -> QPSolution:
     NoSolution
         If the solver does not finish.
     """
-    matrix, low, high = _array(G), _array(lower), _array(upper)
-    scale = max(float(matrix.diagonal().max()), np.finfo(np.float64).tiny)
-    if (low == high).all() or not matrix.any():
-        x = low + (high - low) * (1 - low.sum()) / max((high - low).sum(), np.finfo(np.float64).tiny)
+    matrix, low, high = _on_cpu(G), _on_cpu(lower), _on_cpu(upper)
+    scale = max(float(matrix.diagonal().max()), TINY)
+    if bool((low == high).all()) or not bool(matrix.any()):
+        x = low + (high - low) * (1 - low.sum()) / max(float((high - low).sum()), TINY)
     else:
-        x = np.clip(_clarabel(matrix / scale, np.zeros(len(low)), low, high, total=1.0), low, high)
+        x = _clarabel(matrix / scale, torch.zeros_like(low), low, high, total=1.0).clamp(low, high)
     p = matrix @ x
-    # The linear program fills the cheapest first.
-    best, left = low.copy(), 1 - low.sum()
-    for i in np.argsort(p, kind="stable"):
-        best[i] += min(left, high[i] - low[i])
-        left -= best[i] - low[i]
-    kkt = max(float((x - best) @ p), 0.0) / scale
-    return QPSolution(torch.from_numpy(x).to(G.device), torch.tensor(kkt, dtype=G.dtype, device=G.device))
+    # The linear program fills the cheapest first: what is left for each when those before it are full.
+    order = p.argsort(stable=True)
+    room = (high - low)[order]
+    left = (1 - low.sum()) - (room.cumsum(0) - room)
+    best = low.clone()
+    best[order] += torch.minimum(left.clamp(min=0), room)
+    kkt = ((x - best) @ p / scale).clamp(min=0)
+    return QPSolution(x.to(G.device), kkt.to(G.device))
 
 
-def _clarabel(P: Matrix, q: Matrix, lower: Matrix, upper: Matrix, total: float | None) -> Matrix:
+def _clarabel(P: Tensor, q: Tensor, lower: Tensor, upper: Tensor, total: float | None) -> Tensor:
     m = len(q)
     identity = sparse.identity(m, format="csc")
-    bounded = np.isfinite(upper)
+    bounded = torch.isfinite(upper).numpy()
     rows = [-identity, identity[bounded]]
-    right = [-lower, upper[bounded]]
+    right = [-lower, upper[torch.isfinite(upper)]]
     cones = [clarabel.NonnegativeConeT(m + int(bounded.sum()))]
     if total is not None:
-        rows.insert(0, sparse.csc_matrix(np.ones((1, m))))
-        right.insert(0, np.array([total]))
+        rows.insert(0, sparse.csc_matrix(torch.ones((1, m), dtype=torch.float64).numpy()))
+        right.insert(0, torch.tensor([total], dtype=torch.float64))
         cones.insert(0, clarabel.ZeroConeT(1))
     settings = clarabel.DefaultSettings()
     settings.verbose = False
@@ -143,13 +142,15 @@ def _clarabel(P: Matrix, q: Matrix, lower: Matrix, upper: Matrix, total: float |
     # It perturbs each linear system, and with dense matrices has ended a few per cent short of the optimum.
     settings.static_regularization_enable = False
     A = sparse.vstack(rows, format="csc")
-    found = clarabel.DefaultSolver(sparse.csc_matrix(np.triu(P)), q, A, np.concatenate(right), cones, settings).solve()
-    x = np.array(found.x)
+    found = clarabel.DefaultSolver(
+        sparse.csc_matrix(P.triu().numpy()), q.numpy(), A, torch.cat(right).numpy(), cones, settings
+    ).solve()
+    x = torch.tensor(list(found.x), dtype=torch.float64)
     # "Almost" and "insufficient progress" end close to the optimum; how close, the caller's certificate says.
-    if str(found.status) not in ("Solved", "AlmostSolved", "InsufficientProgress") or not np.isfinite(x).all():
+    if str(found.status) not in ("Solved", "AlmostSolved", "InsufficientProgress") or not bool(torch.isfinite(x).all()):
         raise NoSolution(f"the quadratic program of {m} clients was not solved: {found.status}")
     return x
 
 
-def _array(tensor: Tensor) -> Matrix:
-    return tensor.detach().to("cpu", torch.float64).numpy()
+def _on_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float64)

@@ -7,7 +7,6 @@ its own squared length, so it is in conflict with none.
 
 from __future__ import annotations
 
-import numpy as np
 import scipy.optimize
 import torch
 from torch import Tensor
@@ -53,16 +52,19 @@ def min_norm(gram_matrix: Tensor) -> qp.QPSolution:
     G = gram_matrix.detach().to("cpu", torch.float64)
     scale = float(G.diagonal().max())
     if m == 1 or scale <= 0:
-        x = np.full(m, 1 / m)
-        return qp.QPSolution(torch.from_numpy(x).to(device), torch.zeros((), dtype=torch.float64, device=device))
+        x = torch.full((m,), 1 / m, dtype=torch.float64, device=device)
+        return qp.QPSolution(x, torch.zeros((), dtype=torch.float64, device=device))
     eigenvalues, vectors = torch.linalg.eigh(G / scale)
     R = eigenvalues.clamp(min=0).sqrt()[:, None] * vectors.T
+    matrix = torch.cat([R, torch.ones((1, m), dtype=torch.float64)])
+    right = torch.zeros(m + 1, dtype=torch.float64)
+    right[-1] = 1
     try:
-        x = scipy.optimize.nnls(np.vstack([R.numpy(), np.ones(m)]), np.append(np.zeros(m), 1.0), maxiter=10 * m)[0]
+        found, _ = scipy.optimize.nnls(matrix.numpy(), right.numpy(), maxiter=10 * m)
     except RuntimeError:  # too many exchanges
         ones = torch.ones(m, dtype=torch.float64, device=device)
         return qp.box_simplex(gram_matrix, 0 * ones, ones)
-    weights = torch.from_numpy(x / x.sum())
+    weights = torch.from_numpy(found / found.sum())
     p = G @ weights
     kkt = ((weights @ p - p.min()) / scale).clamp(min=0)
     return qp.QPSolution(weights.to(device), kkt.to(device))

@@ -44,9 +44,7 @@ def fit(cid: int, changes: dict[str, Any], **settings: Any) -> FitRes:
 )
 @pytest.mark.parametrize("changes", [VECTORIZED, ALONE], ids=["stack", "alone"])
 def test_a_pull_is_a_number_of_at_least_zero(changes: dict[str, Any], value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^The fit config's proximal_mu must be a number of at least 0, not [^ ]*\.$"
-    ):
+    with pytest.raises(ConfigError, match=r"^The fit config's proximal_mu must be a number of at least 0 and .*\.$"):
         fit(3, changes, proximal_mu=value)
 
 
