@@ -6,7 +6,7 @@ import copy
 import importlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -333,10 +333,10 @@ def _compose(run_config: str) -> Mapping[str, Any]:
     return composed
 
 
-@cache
 def _single_thread() -> None:
     """Use one thread from now on: sums then have one order, whatever the number of cores and workers."""
-    torch.set_num_threads(1)
+    if torch.get_num_threads() != 1:  # somebody else in this process may have changed it since the last client
+        torch.set_num_threads(1)
 
 
 @lru_cache(maxsize=1)
