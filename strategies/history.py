@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .gram import Gram, column_blocks, gram
+from .gram import column_blocks, gram
 from .layers import Layer
 from .options import is_integer, require
 from .updates import ClientUpdates
@@ -52,10 +52,6 @@ class UpdateHistory:
         """Return in which round each of these rows came."""
         return [self._rows()[i][1] for i in rows]
 
-    def clients(self) -> int:
-        """Return how many clients have a row."""
-        return len(self._rows())
-
     def layer(self, layer: Layer, rows: list[int]) -> Tensor:
         """Return rows of a layer: (len(rows), d_q), float32."""
         return self._strategy.memory[f"{KIND}/{layer.name}"][rows]
@@ -86,7 +82,7 @@ class UpdateHistory:
 def joint_gram(updates: ClientUpdates, layer: Layer, past: Tensor) -> Tensor:
     """Return the inner products of a layer's m updates and h stored ones, all among all: (m + h, m + h), float64."""
     m, h = len(updates), len(past)
-    inner = updates.gram(layer, past) if h else Gram(updates.gram(layer).matrix, torch.empty(0))
+    inner = updates.gram(layer, past if h else None)
     joint = torch.empty((m + h, m + h), dtype=torch.float64, device=updates.device)
     joint[:m, :m] = inner.matrix
     if h:

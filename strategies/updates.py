@@ -433,10 +433,10 @@ class ClientUpdates:
         """Inner products of a layer's updates, and of each with `reference`, (d_q,), or several, (h, d_q)."""
         return gram(self.blocks(layer), len(self), reference, device=self.device)
 
-    def whole_gram(self, layers: Sequence[Layer] | None = None) -> Tensor:
-        """Inner products ⟨g_i, g_j⟩ of updates over several layers, all by default: (m, m), float64."""
+    def whole_gram(self) -> Tensor:
+        """Inner products ⟨g_i, g_j⟩ of the updates over all layers: (m, m), float64."""
         total = torch.zeros((len(self), len(self)), dtype=torch.float64, device=self.device)
-        for layer in self.layers.layers if layers is None else layers:
+        for layer in self.layers.layers:
             total += self.gram(layer).matrix
         return total
 

@@ -7,7 +7,6 @@ the result is the average of the iterates.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,8 +19,6 @@ from ..options import is_integer, is_real, require
 from ..solvers import simplex
 from ..span import SpanStrategy
 from ..updates import ClientUpdates, LayerDirection
-
-logger = logging.getLogger(__name__)
 
 
 class AFL(SpanStrategy):
