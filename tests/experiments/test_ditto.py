@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from flwr.app import ArrayRecord, Message
 from flwr.common import FitIns, FitRes, Scalar, ndarrays_to_parameters
@@ -89,6 +91,16 @@ def test_a_ray_worker_reports_the_same(serial: Any, tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What a client app sets for its clients; one made by hand, as here, has whatever there is."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_client_finds_its_model_in_the_next_round(tmp_path: Path) -> None:
     cfg = configured(tmp_path, "client.ditto_lambda=0.5")
     task: Task = build(cfg)
