@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from flwr.client import Client
 from flwr.clientapp import ClientApp
@@ -169,11 +170,11 @@ class TaskClient(Client):
         Returns
         -------
         EvaluateRes
-            The mean loss, the size of the test split, and `accuracy`, `correct`, `loss_sum` and
-            `partition_id`. An empty split gives loss 0, accuracy 0 and 0 examples, so that it weighs
-            nothing in an average weighted by examples. With Ditto also `personal_accuracy`, `personal_correct` and
-            `personal_loss_sum`, of the personal model; a client that has trained none yet would begin with the
-            received one, and reports that.
+            The mean loss, the size of the test split, and the task's metric (`accuracy`), what it is made of
+            (`Task.sums`: numbers, and arrays as JSON), `loss_sum` and `partition_id`. An empty split gives loss 0,
+            accuracy 0 and 0 examples, so that it weighs nothing in an average weighted by examples. With Ditto the
+            same of the personal model, as `personal_accuracy`, `personal_loss_sum` and so on; a client that has
+            trained none yet would begin with the received one, and reports that.
 
         Raises
         ------
@@ -183,12 +184,12 @@ class TaskClient(Client):
         model = _received(self.task, ins.parameters)
         result = self.task.evaluate(model, [self.cid])
         count, loss = int(result.num_examples[0]), float(result.loss_sum[0])
-        metrics = _counts(result) | {"partition_id": self.cid}
+        metrics = _reported(self.task, result) | {"partition_id": self.cid}
         if self.task.personal:
             if (mine := self._personal(model)) is not None:
                 _overwrite(model, mine)
                 result = self.task.evaluate(model, [self.cid])
-            metrics |= {f"personal_{key}": value for key, value in _counts(result).items()}
+            metrics |= {f"personal_{key}": value for key, value in _reported(self.task, result).items()}
         return EvaluateRes(_OK, loss / max(count, 1), count, metrics)
 
     def _personal(self, model: nn.Module) -> list[Tensor] | None:
@@ -245,10 +246,16 @@ def _initial_losses(
     return [{"initial_loss": float(each.loss_sum[0] / each.num_examples[0])} for each in found]
 
 
-def _counts(result: Evaluation) -> dict[str, Scalar]:
-    """Return what one client reports of an evaluation."""
-    count, correct = int(result.num_examples[0]), int(result.correct[0])
-    return {"accuracy": correct / max(count, 1), "correct": correct, "loss_sum": float(result.loss_sum[0])}
+def _reported(task: Task, result: Evaluation) -> dict[str, Scalar]:
+    """Return what one client reports of an evaluation; the server reads it in `experiments.evaluation`."""
+    metrics: dict[str, Scalar] = {
+        task.metric: float(np.nan_to_num(task.scores(result)[0])),
+        "loss_sum": float(result.loss_sum[0]),
+    }
+    for key in task.sums:
+        value = result.sums[key][0]
+        metrics[key] = json.dumps(value.tolist()) if value.ndim else value.item()
+    return metrics
 
 
 def _server_round(ins: FitIns) -> int:

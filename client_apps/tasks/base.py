@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +22,24 @@ class Evaluation:
 
     Parameters
     ----------
-    num_examples : ndarray of int64
+    num_examples : ndarray of int64, shape (n,)
         Samples of the split; 0 is possible for test splits.
-    correct : ndarray of int64
-        Those classified correctly.
-    loss_sum : ndarray of float64
+    loss_sum : ndarray of float64, shape (n,)
         Sum of the losses.
+    sums : mapping of str to ndarray, each of shape (n, ...)
+        What the task's scores are made of, by the names in `Task.sums`: sums over the samples of a client, int64 or
+        float64, so that those of several clients add up.
     """
 
     num_examples: NDArray[np.int64]
-    correct: NDArray[np.int64]
     loss_sum: NDArray[np.float64]
+    sums: Mapping[str, NDArray[Any]]
+
+
+def quotient(sums: NDArray[Any], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Divide each client's sum by its number of samples, (n,); NaN where there are none."""
+    quotients: NDArray[np.float64] = np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+    return quotients
 
 
 class Task(Protocol):
@@ -44,6 +51,14 @@ class Task(Protocol):
     @property
     def num_clients(self) -> int:
         """Number of clients."""
+
+    @property
+    def metric(self) -> str:
+        """Name of the score a model is judged by, such as accuracy: in [0, 1], higher is better."""
+
+    @property
+    def sums(self) -> Sequence[str]:
+        """Names of the entries of `Evaluation.sums`; none is the name of a metric."""
 
     def check(self) -> None:
         """Read the data and raise ConfigError for whatever could stop a client later."""
@@ -98,3 +113,9 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module, cids: Sequence[int], split: SplitName = "test") -> Evaluation:
         """Evaluate the model on one of the splits of some clients."""
+
+    def scores(self, found: Evaluation) -> NDArray[np.float64]:
+        """Return `metric` of each client, (n,); NaN where it has nothing to test on."""
+
+    def summary(self, found: Evaluation) -> dict[str, float]:
+        """Return further metrics of the model over all these clients together, as far as `found` has their sums."""

@@ -19,7 +19,7 @@ from client_apps.data.partition import partition
 from client_apps.data.transforms import Normalise, random_crop_flip
 from client_apps.errors import ConfigError
 from client_apps.stacked_linear import StackedLinearNetwork
-from client_apps.tasks.base import Evaluation, SplitName
+from client_apps.tasks.base import Evaluation, SplitName, quotient
 from client_apps.training import TrainResult, isolated_rng, local_sgd
 from client_apps.vectorized import VectorizedTraining, Work, obstacle
 
@@ -70,6 +70,8 @@ class ClassificationTask:
         choice("dataset.name", self.dataset.name, data.SOURCES)
         self.source = data.SOURCES[self.dataset.name]
         self._model_config = cfg["model"]
+        self.metric = "accuracy"
+        self.sums = ("correct", "class_counts")
         self.vectorized: bool = self._vectorizes(self.new_model())  # new_model refuses a model that does not fit
 
     def check(self) -> None:
@@ -254,6 +256,12 @@ class ClassificationTask:
             Clients, from 0.
         split : {"test", "train"}
             Which of each client's splits.
+
+        Returns
+        -------
+        Evaluation
+            Its sums are `correct`, (n,), the samples classified correctly, and `class_counts`, (n, 3, classes), for
+            each class the samples of it classified correctly, those classified as it, and those of it; all int64.
         """
         parts: list[NDArray[np.int64]] = [getattr(self._split(cid), split) for cid in cids]
         sizes = np.array([len(part) for part in parts], dtype=np.int64)
@@ -262,21 +270,46 @@ class ClassificationTask:
         self._place(model)
         model.eval()
         normalise = self._normalise
-        correct, losses = [], []
+        predicted, truth, losses = [], [], []
         with torch.inference_mode():
             for start in range(0, max(len(indices), 1), self.eval_batch_size):
                 images, labels = self._tensors(indices[start : start + self.eval_batch_size])
                 logits = model(normalise(images))
-                correct.append(logits.argmax(1) == labels)
+                predicted.append(logits.argmax(1))
+                truth.append(labels)
                 losses.append(F.cross_entropy(logits, labels, reduction="none"))
         owner = np.repeat(np.arange(len(sizes)), sizes)
-        right = torch.cat(correct).cpu().numpy()
+        guess, label = (torch.cat(column).cpu().numpy() for column in (predicted, truth))
         loss = torch.cat(losses).double().cpu().numpy()
+        right = guess == label
+        classes = (len(sizes), self.source.num_classes)
+        counts = [_tally(owner[right], label[right], classes), _tally(owner, guess, classes)]
         return Evaluation(
             num_examples=sizes,
-            correct=np.bincount(owner[right], minlength=len(sizes)).astype(np.int64),
             loss_sum=np.bincount(owner, weights=loss, minlength=len(sizes)).astype(np.float64),
+            sums={
+                "correct": np.bincount(owner[right], minlength=len(sizes)).astype(np.int64),
+                "class_counts": np.stack([*counts, _tally(owner, label, classes)], axis=1),
+            },
         )
+
+    def scores(self, found: Evaluation) -> NDArray[np.float64]:
+        """Return the accuracy of each client."""
+        return quotient(found.sums["correct"], found.num_examples)
+
+    def summary(self, found: Evaluation) -> dict[str, float]:
+        """Return `macro_f1`, the unweighted mean of the classes' F1 over the test samples of all clients.
+
+        F1 of a class is 2 TP / (samples classified as it + samples of it); a class without either does not count, as
+        in scikit-learn's `f1_score(average="macro")`.
+        """
+        if "class_counts" not in found.sums:
+            return {}
+        hits, guessed, held = found.sums["class_counts"].sum(axis=0)
+        occurs = guessed + held > 0
+        if not occurs.any():
+            return {}
+        return {"macro_f1": float(np.mean(2 * hits[occurs] / (guessed + held)[occurs]))}
 
     @cached_property
     def _samples(self) -> data.Samples:
@@ -379,6 +412,12 @@ class ClassificationTask:
         if self.dataset.augment == "crop_flip":
             images = random_crop_flip(images, generator)
         return self._normalise(images)
+
+
+def _tally(owners: NDArray[np.int64], classes: NDArray[np.int64], shape: tuple[int, int]) -> NDArray[np.int64]:
+    """Count samples by owner and class, (owners, classes)."""
+    counts = np.bincount(owners * shape[1] + classes, minlength=shape[0] * shape[1])
+    return counts.reshape(shape).astype(np.int64)
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

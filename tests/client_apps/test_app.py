@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -84,8 +85,9 @@ def test_a_client_evaluates_its_own_test_split() -> None:
     assert result.num_examples == expected.num_examples[0] == task.test_size(3)
     assert result.loss == pytest.approx(expected.loss_sum[0] / expected.num_examples[0])
     assert result.metrics == {
-        "accuracy": expected.correct[0] / expected.num_examples[0],
-        "correct": expected.correct[0],
+        "accuracy": expected.sums["correct"][0] / expected.num_examples[0],
+        "correct": expected.sums["correct"][0],
+        "class_counts": json.dumps(expected.sums["class_counts"][0].tolist()),
         "loss_sum": pytest.approx(expected.loss_sum[0]),
         "partition_id": 3,
     }

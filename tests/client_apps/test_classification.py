@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics import f1_score
 
 from client_apps.arrays import get_arrays
 from client_apps.errors import ConfigError
@@ -95,7 +96,7 @@ def test_a_round_of_training_lowers_the_loss(device: str) -> None:
     assert result.num_examples == task.train_size(0)
     assert result.local_steps == 5 * -(-result.num_examples // 20) == result.step_weight
     assert after.loss_sum[0] < before.loss_sum[0]
-    assert after.correct[0] > before.correct[0]
+    assert after.sums["correct"][0] > before.sums["correct"][0]
 
 
 def test_all_clients_at_once_count_what_each_counts_alone(device: str) -> None:
@@ -108,10 +109,10 @@ def test_all_clients_at_once_count_what_each_counts_alone(device: str) -> None:
     alone = [task.evaluate(model, [cid]) for cid in cids]
     assert (at_once.num_examples == 0).any()  # a client of one sample tests on none
     assert at_once.num_examples.tolist() == [task.test_size(cid) for cid in cids]
-    np.testing.assert_array_equal(at_once.correct, [one.correct[0] for one in alone])
+    np.testing.assert_array_equal(at_once.sums["correct"], [one.sums["correct"][0] for one in alone])
     np.testing.assert_allclose(at_once.loss_sum, [one.loss_sum[0] for one in alone], rtol=1e-5)
     backwards = task.evaluate(model, cids[::-1])
-    np.testing.assert_array_equal(backwards.correct, at_once.correct[::-1])
+    np.testing.assert_array_equal(backwards.sums["correct"], at_once.sums["correct"][::-1])
 
 
 def test_evaluation_follows_the_definition() -> None:
@@ -122,16 +123,31 @@ def test_evaluation_follows_the_definition() -> None:
     labels = task._samples.labels[test]
     losses = np.log(np.exp(logits).sum(1)) - logits[np.arange(len(test)), labels]
     found = task.evaluate(model, [4])
-    assert found.correct[0] == (logits.argmax(1) == labels).sum()
+    assert found.sums["correct"][0] == (logits.argmax(1) == labels).sum()
     assert found.loss_sum[0] == pytest.approx(losses.sum(), rel=1e-5)
-    assert (found.num_examples.dtype, found.correct.dtype) == (np.int64, np.int64)
+    assert (found.num_examples.dtype, found.sums["correct"].dtype) == (np.int64, np.int64)
     assert found.loss_sum.dtype == np.float64
+
+
+def test_macro_f1_is_scikit_learns_over_all_clients_samples() -> None:
+    task = ClassificationTask(config())
+    model = task.new_model()
+    task.train(model, 0, 1)
+    model.eval()
+    cids = range(5)  # few enough that a class may occur in neither
+    test = np.concatenate([task._split(cid).test for cid in cids])
+    guessed = model(torch.from_numpy(task._samples.images[test]).float() / 255).argmax(1).numpy()
+    found = task.evaluate(model, cids)
+    expected = f1_score(task._samples.labels[test], guessed, average="macro", zero_division=0)
+    assert task.summary(found) == {"macro_f1": pytest.approx(expected, rel=1e-12)}
+    np.testing.assert_array_equal(found.sums["class_counts"].sum(2)[:, 0], found.sums["correct"])
+    np.testing.assert_array_equal(found.sums["class_counts"].sum(2)[:, 2], found.num_examples)
 
 
 def test_nothing_to_evaluate_is_allowed() -> None:
     task = ClassificationTask(config(dataset__test_fraction=0))
     found = task.evaluate(task.new_model(), [0, 1])
-    assert found.num_examples.tolist() == found.correct.tolist() == found.loss_sum.tolist() == [0, 0]
+    assert found.num_examples.tolist() == found.sums["correct"].tolist() == found.loss_sum.tolist() == [0, 0]
 
 
 def test_a_model_trains_after_it_was_evaluated(device: str) -> None:

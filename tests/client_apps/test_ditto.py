@@ -200,8 +200,8 @@ def test_evaluation_reports_both_models(vectorize: Any) -> None:
     model = ditto.new_model()
     set_arrays(model, kept(client))
     expected = ditto.evaluate(model, [3])
-    assert trained.metrics["personal_correct"] == expected.correct[0]
-    assert trained.metrics["personal_accuracy"] == expected.correct[0] / expected.num_examples[0]
+    assert trained.metrics["personal_correct"] == expected.sums["correct"][0]
+    assert trained.metrics["personal_accuracy"] == expected.sums["correct"][0] / expected.num_examples[0]
     assert trained.metrics["personal_loss_sum"] == pytest.approx(expected.loss_sum[0])
     assert trained.metrics["personal_correct"] > trained.metrics["correct"]
     # The rest is the global model's, as before; and evaluating changes nothing.
