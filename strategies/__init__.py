@@ -16,6 +16,7 @@ from .baselines.normalised_momentum import NormalisedMomentum
 from .baselines.qfedavg import QFedAvg
 from .baselines.robust import FedMedian, FedTrimmedAvg, Krum
 from .craft import CRAFT
+from .fedref import FedRef
 from .layers import Layer, LayerMap
 from .ordering import partition_order
 from .sampling import NotEnoughClients
@@ -36,6 +37,7 @@ __all__ = [
     "FedMedian",
     "FedNova",
     "FedProx",
+    "FedRef",
     "FedTrimmedAvg",
     "FedYogi",
     "Krum",

@@ -192,6 +192,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         for layer in updates.layers.layers:
             yield self.solve_layer(updates, layer)
 
+    def step_size(self, number: int) -> float:
+        """Return how far to go along round `number`'s directions: server_lr · server_lr_decay^(number−1)."""
+        return self.server_lr * self.server_lr_decay ** (number - 1)
+
     def identities(self, updates: ClientUpdates) -> list[str]:
         """Return under which names to remember this round's clients, in canonical order.
 
@@ -369,7 +373,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self, number: int, model: GlobalModel, updates: ClientUpdates, metrics: dict[str, Scalar]
     ) -> tuple[GlobalModel, dict[str, Tensor]]:
         """Return θ_{t+1} and what to remember; raise FloatingPointError if it is not finite."""
-        step = self.server_lr * self.server_lr_decay ** (number - 1)
+        step = self.step_size(number)
         successor = Successor(model)
         memory: dict[str, Tensor] = {}
         diagnosis = Diagnosis(updates.weights)

@@ -1003,11 +1003,11 @@ def _failed_rounds_change_nothing(subject: _Subject) -> None:
     initial = ndarrays_to_parameters(start)
 
     def overflow(s: UpdateStrategy, number: int, sent: list[Result]) -> tuple[Parameters, dict[str, Scalar]]:
-        s.server_lr, usual = 1e300, s.server_lr
+        vars(s)["step_size"] = lambda number: 1e300
         try:
             return _aggregate(s, number, sent)
         finally:
-            s.server_lr = usual
+            del vars(s)["step_size"]
 
     def empty(s: UpdateStrategy, number: int, sent: list[Result]) -> tuple[Parameters, dict[str, Scalar]]:
         return _aggregate(s, number, [])

@@ -22,6 +22,7 @@ from strategies import (
     FedMGDA,
     FedNova,
     FedProx,
+    FedRef,
     FedTrimmedAvg,
     FedYogi,
     Krum,
@@ -41,7 +42,8 @@ def manager(cids: Sequence[str]) -> SimpleClientManager:
 def result(cid, arrays, num_examples=10, metrics=None) -> tuple[ClientProxy, FitRes]:
     parameters = arrays if isinstance(arrays, Parameters) else ndarrays_to_parameters(arrays)
     number = len(str(cid)) + sum(map(ord, str(cid)))
-    reported = {"initial_loss": 1.0 + number % 3, "step_weight": 2.0 + number % 2, **(metrics or {})}
+    reported = {"initial_loss": 1.0 + number % 3, "step_weight": 2.0 + number % 2}
+    reported |= {"train_loss": 0.5 + number % 5, **(metrics or {})}
     return Proxy(str(cid)), FitRes(Status(Code.OK, ""), parameters, num_examples, reported)
 
 
@@ -92,6 +94,9 @@ ALL = {
     "fedmgda": lambda **k: FedMGDA(**k),
     "fedlf": lambda **k: FedLF(**k),
     "config": lambda **k: ConFIG(**k),
+    "fedref": lambda **k: FedRef(window=2, lambda_global=0.1, **k),
+    "fedref-gradient": lambda **k: FedRef(window=1, solver="gradient", server_lr=0.5, **k),
+    "fedref-gated": lambda **k: FedRef(window=1, gate="loss", ref_every=1, ref_growth=2.0, **k),
     "fedmedian": lambda **k: FedMedian(**k),
     "fedtrimmedavg": lambda **k: FedTrimmedAvg(**k),
     "krum": lambda **k: Krum(**k),

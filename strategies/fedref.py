@@ -1,0 +1,274 @@
+"""FedRef: the aggregate is fine-tuned on the server, by a MAP estimate that is pulled to past global models.
+
+Yoon, Choi, De Neve, "FedRef: Communication-Efficient Bayesian Fine-Tuning using a Reference Model", arXiv 2506.23210.
+Clients train as with FedAvg. With θ_r the model they received, θ_agg their mean and θ_ref the mean of the last p global
+models, the newest heaviest, the next one is (θ_agg/η + λ_g θ_r + λ_ref θ_ref) / (1/η + λ_g + λ_ref); see
+`strategies.solvers.fedref`. It costs a pass over p + 1 models, and nothing on the clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .base import UpdateStrategy
+from .layers import Layer
+from .options import is_count, is_real, require, require_choice
+from .proxy import ProxyLikelihood
+from .solvers import fedref
+from .updates import ClientUpdates, LayerDirection
+from .window import KIND, ModelWindow, check_window
+
+GATES = ("always", "loss")
+SOLVERS = ("closed", "gradient")
+LIKELIHOODS = ("surrogate", "proxy")
+
+
+class FedRef(UpdateStrategy):
+    """FedAvg with Bayesian fine-tuning on the server.
+
+    The window holds the models of finished rounds, not the untrained one, so the first p rounds are plain FedAvg.
+
+    With the closed form, η and the λ say how far the next model lies from the aggregate: a = (1/η)/(1/η + λ_g + λ_ref)
+    of the aggregated update is kept, and the model goes the share b = λ_ref/(1/η + λ_g + λ_ref) of the way from θ_r to
+    θ_ref. `reference_ratio` in the metrics is what that means in a round: ‖b(θ_ref − θ_r)‖ / ‖a Σρ_i g_i‖.
+
+    Parameters
+    ----------
+    window : int
+        p ≥ 1 past global models (authors: 1, 3, 5, 7). Each costs the model's size in float32 (float64 where a layer
+        is wider).
+    lambda_global : float
+        λ_g ≥ 0, the pull to the model that clients received.
+    lambda_ref : float
+        λ_ref ≥ 0, the pull to the reference, in the first rounds. With λ_g = λ_ref = 0 this is FedAvg, bit for bit.
+    eta : float
+        η > 0 of the likelihood's surrogate ‖θ − θ_agg‖²/(2η); only η λ_g and η λ_ref matter with the closed form.
+    ref_every, ref_growth, ref_max : int, float, float
+        λ_ref is multiplied by `ref_growth` ≥ 1 after every `ref_every` rounds, up to `ref_max`.
+    gate : {"always", "loss"}
+        Fine-tune in every round, or only where the clients' mean `train_loss`, which is needed then, has risen by more
+        than `gate_delta` over the last finished round; other rounds are FedAvg's.
+    gate_delta : float
+        δ ≥ 0.
+    solver : {"closed", "gradient"}
+        The minimiser itself, or `server_steps` gradient steps of length `server_lr` from the aggregate.
+    server_steps : int
+        Gradient steps a round.
+    server_lr : float
+        With `solver="gradient"` the length of a gradient step; below 2/(1/η + λ_g + λ_ref) they converge to the closed
+        form. With the closed form as for every strategy: θ_r moves by this share of the way to the estimate.
+    server_lr_decay : float
+        Factor on `server_lr` per round.
+    likelihood : {"surrogate", "proxy"}
+        The quadratic around the aggregate, or gradients of a loss on data that the server owns (with
+        `solver="gradient"`; η is not used).
+    proxy_model : torch.nn.Module
+        For `likelihood="proxy"`: a model whose state_dict has the exchanged tensors in their order. It is overwritten,
+        and used in the mode (train, eval) it is in.
+    proxy_data : iterable
+        Its batches, one a step, from the beginning in every round and again when they end; e.g. a DataLoader. One that
+        shuffles is seeded by the round.
+    proxy_loss : callable
+        proxy_loss(model, batch) returns a differentiable scalar; moving the batch to the model's device is its own job.
+    window_memory_mb : float
+        Above this size, in 10^6 bytes, the window lies on disk, in the system's temporary folder.
+    **common
+        Keywords of `UpdateStrategy`.
+
+    Raises
+    ------
+    ValueError
+        If an option is out of range, or gradient steps would diverge.
+    """
+
+    remembers_rows = (KIND,)
+
+    def __init__(
+        self,
+        *,
+        window: int = 5,
+        lambda_global: float = 0.0,
+        lambda_ref: float = 0.1,
+        eta: float = 1.0,
+        ref_every: int = 10,
+        ref_growth: float = 1.0,
+        ref_max: float = 1.0,
+        gate: Literal["always", "loss"] = "always",
+        gate_delta: float = 0.0,
+        solver: Literal["closed", "gradient"] = "closed",
+        server_steps: int = 10,
+        server_lr: float = 1.0,
+        likelihood: Literal["surrogate", "proxy"] = "surrogate",
+        proxy_model: nn.Module | None = None,
+        proxy_data: Iterable[Any] | None = None,
+        proxy_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+        window_memory_mb: float = 4000.0,
+        **common: Any,
+    ) -> None:
+        super().__init__(server_lr=server_lr, **common)
+        require("window", window, "an integer of at least 1", is_count(window))
+        for name, value in (("lambda_global", lambda_global), ("lambda_ref", lambda_ref), ("gate_delta", gate_delta)):
+            require(name, value, "a number of at least 0", is_real(value) and value >= 0)
+        require("eta", eta, "a number above 0", is_real(eta) and eta > 0)
+        require("ref_every", ref_every, "an integer of at least 1", is_count(ref_every))
+        require("ref_growth", ref_growth, "a number of at least 1", is_real(ref_growth) and ref_growth >= 1)
+        fine = is_real(ref_max) and ref_max >= lambda_ref
+        require("ref_max", ref_max, f"a number of at least lambda_ref={lambda_ref!r}", fine)
+        require_choice("gate", gate, GATES)
+        require_choice("solver", solver, SOLVERS)
+        require("server_steps", server_steps, "an integer of at least 1", is_count(server_steps))
+        require_choice("likelihood", likelihood, LIKELIHOODS)
+        fine = is_real(window_memory_mb) and window_memory_mb >= 0
+        require("window_memory_mb", window_memory_mb, "a number of at least 0", fine)
+        self.lambda_global = float(lambda_global)
+        self.lambda_ref = float(lambda_ref)
+        self.eta = float(eta)
+        self.ref_every = int(ref_every)
+        self.ref_growth = float(ref_growth)
+        self.ref_max = float(ref_max)
+        self.gate = gate
+        self.gate_delta = float(gate_delta)
+        self.solver = solver
+        self.server_steps = int(server_steps)
+        self.likelihood = likelihood
+        self.window = ModelWindow(self, int(window), float(window_memory_mb))
+        self.records["previous_loss"] = []  # of the last finished round, where all clients told theirs
+        if gate == "loss":
+            self.requires = ("train_loss",)
+        self._proxy: ProxyLikelihood | None = None
+        parts = (proxy_model, proxy_data, proxy_loss)
+        if likelihood == "proxy":
+            require(
+                "solver", solver, "gradient with likelihood='proxy', which has no closed form", solver == "gradient"
+            )
+            self._proxy = ProxyLikelihood(*parts)
+        elif any(part is not None for part in parts):
+            raise ValueError("proxy_model, proxy_data and proxy_loss are only used with likelihood='proxy'; set it.")
+        if solver == "gradient" and self._proxy is None:
+            highest = self.ref_max if self.ref_growth > 1 else self.lambda_ref
+            limit = fedref.largest_step(eta=self.eta, lambda_global=self.lambda_global, lambda_ref=highest)
+            wanted = (
+                f"below {limit:.4g}, or gradient steps of this objective diverge (2/(1/eta + lambda_global + λ_ref))"
+            )
+            require("server_lr", server_lr, wanted, server_lr < limit)
+
+    def lambda_in(self, number: int) -> float:
+        """Return λ_ref of round `number`, from 1: min(ref_max, lambda_ref · ref_growth^⌊(number − 1)/ref_every⌋)."""
+        if self.lambda_ref == 0:
+            return 0.0
+        steps = (number - 1) // self.ref_every
+        # By logarithms, as the power may exceed every float long after the cap is reached.
+        if steps * math.log(self.ref_growth) >= math.log(self.ref_max / self.lambda_ref):
+            return self.ref_max if self.ref_growth > 1 else self.lambda_ref
+        return self.lambda_ref * self.ref_growth**steps
+
+    def step_size(self, number: int) -> float:
+        """Return 1 with gradient steps, whose length `server_lr` is."""
+        return 1.0 if self.solver == "gradient" else super().step_size(number)
+
+    def solve(self, updates: ClientUpdates) -> Iterator[LayerDirection]:
+        """Yield the MAP estimate less θ_r, or the mean update where the round is not fine-tuned."""
+        layers = updates.layers.layers
+        tuned, lambda_ref = self._fine_tunes(updates), self.lambda_in(self._round)
+        report = {"lambda_ref": self._scalar(lambda_ref), "fine_tuned": self._scalar(tuned)}
+        if not tuned:
+            for layer in layers:
+                yield updates.combine(layer, updates.weights).reporting(**report)
+            return
+        weights = fedref.map_weights(eta=self.eta, lambda_global=self.lambda_global, lambda_ref=lambda_ref)
+        estimates = self._by_proxy if self._proxy is not None else self._by_surrogate
+        pull, step = self._scalar(0), self._scalar(0)
+        for layer, (offset, direction) in zip(layers, estimates(updates, lambda_ref), strict=True):
+            pull += (weights.reference * torch.linalg.vector_norm(offset)).square()
+            step += (weights.aggregate**2 * (updates.weights @ direction.mean_products)).clamp(min=0)
+            if layer is layers[-1] and bool(step > 0):  # of the whole model, so told once
+                report["reference_ratio"] = (pull / step).sqrt()
+            yield direction.reporting(**report)
+
+    def _by_surrogate(self, updates: ClientUpdates, lambda_ref: float) -> Iterator[tuple[Tensor, LayerDirection]]:
+        """Yield θ_ref − θ_r and the direction of each layer, the likelihood being the parabola around θ_agg."""
+        options = {"eta": self.eta, "lambda_global": self.lambda_global, "lambda_ref": lambda_ref}
+        weights = fedref.map_weights(**options)
+        for layer in updates.layers.layers:
+            offset = self._reference(layer).sub_(self._theta(layer))
+            if self.solver == "closed":
+                # The estimate in coordinates around θ_r; one read of the updates makes mean and estimate.
+                yield offset, updates.combine(layer, weights.aggregate * updates.weights, offset, weights.reference)
+                continue
+            mean = updates.combine(layer, updates.weights).vector
+            zero = torch.zeros_like(mean)
+            found = fedref.descend(mean, zero, offset, steps=self.server_steps, lr=self._server_lr(), **options)
+            yield offset, updates.measure(layer, found)
+
+    def _by_proxy(self, updates: ClientUpdates, lambda_ref: float) -> Iterator[tuple[Tensor, LayerDirection]]:
+        """Yield the same with gradients of the server's own loss; all layers move together."""
+        assert self._proxy is not None
+        assert self._model is not None
+        layers = updates.layers.layers
+        previous = torch.cat([self._theta(layer) for layer in layers])
+        reference = torch.cat([self._reference(layer) for layer in layers])
+        mean = torch.cat([updates.combine(layer, updates.weights).vector for layer in layers])
+        merged = {t: self.merge_buffer(updates, updates.tensors(t)) for t in updates.layers.indices("buffer")}
+        merged |= {t: self.merge_counter(updates, updates.tensors(t)) for t in updates.layers.indices("counter")}
+        with self._proxy.likelihood(self._model, merged, seed=self._round) as gradient:
+            found = fedref.descend_on(
+                gradient,
+                previous + mean,
+                previous,
+                reference,
+                lambda_global=self.lambda_global,
+                lambda_ref=lambda_ref,
+                steps=self.server_steps,
+                lr=self._server_lr(),
+            )
+        sizes = [layer.size for layer in layers]
+        directions, offsets = torch.split(found - previous, sizes), torch.split(reference - previous, sizes)
+        for layer, direction, offset in zip(layers, directions, offsets, strict=True):
+            yield offset, updates.measure(layer, direction)
+
+    def _fine_tunes(self, updates: ClientUpdates) -> bool:
+        if not self.window.full:
+            return False
+        if self.gate == "always":
+            return True
+        loss, previous = self._mean_loss(updates), self.records["previous_loss"]
+        return loss is not None and bool(previous) and loss - previous[0] > self.gate_delta
+
+    def _mean_loss(self, updates: ClientUpdates) -> float | None:
+        """Return Σ ρ_i F_i of the clients' `train_loss`, or None where one does not report it."""
+        losses = [metrics.get("train_loss") for metrics in updates.metrics]
+        if not all(map(is_real, losses)):
+            return None
+        return float(updates.weights @ updates.reported("train_loss"))
+
+    def _reference(self, layer: Layer) -> Tensor:
+        return fedref.reference(self.window.layer(layer)).to(self.device)
+
+    def _theta(self, layer: Layer) -> Tensor:
+        assert self._model is not None
+        return self._model.flat(layer, self.device)
+
+    def _scalar(self, value: float) -> Tensor:
+        return torch.tensor(float(value), dtype=torch.float64, device=self.device)
+
+    def _server_lr(self) -> float:
+        return super().step_size(self._round)
+
+    def conclude(self, updates: ClientUpdates) -> None:
+        """Take the new model into the window, and note the clients' loss."""
+        assert self._model is not None
+        self.window.push(self._model)
+        loss = self._mean_loss(updates)
+        self.records["previous_loss"] = [] if loss is None else [loss]
+
+    def check_state(self, records: Mapping[str, Any], memory: Mapping[str, Tensor]) -> None:
+        """Require a window of this length, and the last loss."""
+        loss = records.get("previous_loss")
+        fine = isinstance(loss, list | tuple) and len(loss) <= 1 and all(map(is_real, loss))
+        require("the state's records", dict(records), "with previous_loss, a list of at most one number", fine)
+        check_window(records, memory, self.window.length)
