@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -10,17 +9,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from PIL import Image
 
+from client_apps.data import png
 from client_apps.data.samples import check_labels
 from client_apps.errors import ConfigError
 
 Part = tuple[str, pa.Table]  # where it came from, for messages, and its rows
+SPLITS = ("train", "val", "test")  # how the names of splits begin ("valid", "validation"), as data sets are numbered
 
 
 def train_first(files: Iterable[Path]) -> list[Path]:
-    """Sort files by name, the train parts before the others, as the data sets are numbered."""
-    return sorted(files, key=lambda f: (not f.name.startswith("train"), f.as_posix()))
+    """Sort files by split, train, validation, test and then all others, and by name."""
+    return sorted(files, key=lambda file: (_rank(file.name), file.as_posix()))
+
+
+def _rank(name: str) -> int:
+    return next((rank for rank, split in enumerate(SPLITS) if name.startswith(split)), len(SPLITS))
 
 
 def from_files(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Part]:
@@ -42,7 +46,7 @@ def from_files(files: Sequence[Path], columns: Sequence[str]) -> Iterator[Part]:
 
 
 def from_hub(hub: str, columns: Sequence[str]) -> Iterator[Part]:
-    """Read the columns of every split of a hub data set, train first.
+    """Read the columns of every split of a hub data set, in the order of `train_first`.
 
     Raises
     ------
@@ -58,7 +62,7 @@ def from_hub(hub: str, columns: Sequence[str]) -> Iterator[Part]:
             f"The data set {hub} could not be read from the Hugging Face hub; connect to the network, "
             "or set data_dir to a folder that holds its files."
         ) from error
-    for split in sorted(splits, key=lambda name: (name != "train", name)):
+    for split in sorted(splits, key=lambda name: (_rank(name), name)):
         table = splits[split].with_format("arrow")[:]
         _require_columns(table, columns, f"{hub} ({split})")
         yield f"{hub} ({split})", table
@@ -79,18 +83,15 @@ def images(part: Part, column: str, channels: int, side: int) -> NDArray[np.uint
         An image is damaged or of another size.
     """
     where, table = part
-    mode = "RGB" if channels == 3 else "L"
-    pixels = np.empty((len(table), side, side, channels), np.uint8)
+    pixels = np.empty((len(table), channels, side, side), np.uint8)
     for row, cell in enumerate(table[column].to_pylist()):
         try:
-            with Image.open(io.BytesIO(cell["bytes"]), formats=("PNG",)) as image:
-                decoded = image if image.mode == mode else image.convert(mode)
-                pixels[row] = np.frombuffer(decoded.tobytes(), np.uint8).reshape(side, side, channels)
-        except (OSError, SyntaxError, ValueError, TypeError, KeyError) as error:  # Pillow raises them all
+            pixels[row] = png.decode(cell["bytes"], channels, side)
+        except (ValueError, TypeError, KeyError) as error:  # the last two: no struct with bytes
             raise ConfigError(
                 f"{where} holds no {side}x{side} PNG image in column {column!r}, row {row}; fetch it again."
             ) from error
-    return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
+    return pixels
 
 
 def labels(part: Part, column: str, num_classes: int) -> NDArray[np.int64]:
@@ -108,3 +109,22 @@ def labels(part: Part, column: str, num_classes: int) -> NDArray[np.int64]:
     array: NDArray[np.int64] = values.to_numpy().astype(np.int64)
     check_labels(array, num_classes, where)
     return array
+
+
+def check_class_names(part: Part, column: str, names: Sequence[str]) -> None:
+    """Compare the order of the classes with the one that the hub's files state; a table without one passes.
+
+    Raises
+    ------
+    ConfigError
+        The classes of the column are others, or in another order.
+    """
+    from datasets import ClassLabel, Features
+
+    where, table = part
+    feature = Features.from_arrow_schema(table.schema).get(column)
+    if isinstance(feature, ClassLabel) and feature.names != list(names):
+        raise ConfigError(
+            f"{where} numbers its classes {', '.join(feature.names)} in column {column!r}, and the data set needs "
+            f"{', '.join(names)}; fetch it again."
+        )

@@ -174,7 +174,7 @@ def test_check_accepts_what_runs() -> None:
     [
         ({"model__name": "resnet", "model__depth": 20}, r"model.hidden is not a known key"),
         ({"model": {"name": "resnet"}}, r"resnet needs images of at least 16x16 .* 8x8; choose model.name=mlp"),
-        ({"dataset__name": "mnist"}, r"dataset.name must be one of digits, cifar10, cifar100, femnist"),
+        ({"dataset__name": "mnist"}, r"dataset.name must be one of digits, cifar10, cifar100, femnist, cinic10"),
         ({"dataset__split": 1}, r"dataset.split is not a known key; the known ones are: name, partition"),
         ({"dataset__partition__beta": 1}, r"dataset.partition.beta is not a known key"),
         ({"dataset__partition": "iid"}, r"dataset.partition must be a group of keys"),

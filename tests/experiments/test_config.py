@@ -142,6 +142,8 @@ def test_overrides_hydra_cannot_compose_are_one_sentence(overrides, words):
         (["seed=18446744073709551616"], "seed"),
         (["tracking.progress=maybe"], "tracking.progress"),
         (["tracking.tensorboard=null"], "tracking.tensorboard"),
+        (["tracking.udp_loss_delta=-1"], "tracking.udp_loss_delta"),
+        (["tracking.udp_norm_delta=much"], "tracking.udp_norm_delta"),
         (["simulation.num_cpus=abc"], "simulation.num_cpus"),
         (["simulation.client_cpus=null"], "simulation.client_cpus"),
         (["simulation.client_gpus=abc"], "simulation.client_gpus"),
@@ -180,6 +182,14 @@ def test_more_clients_than_writers_is_refused(data_dir):
     assert check(compose(overrides)).num_clients == 100
     with pytest.raises(ConfigError, match=r"101.*100|100.*101"):
         check(compose([*overrides, "num_clients=101"]))
+
+
+@pytest.mark.parametrize(("words", "kind"), [([], "dirichlet"), (["dataset.partition.kind=iid"], "iid")])
+def test_cinic10_is_dealt_by_label_unless_told_otherwise(data_dir, words, kind):
+    cfg = compose(["dataset=cinic10", "model=cnn", "num_clients=20", f"data_dir={data_dir}", OUT, *words])
+    assert (cfg["dataset"]["partition"]["kind"], cfg["dataset"]["augment"]) == (kind, "crop_flip")
+    task = check(cfg)
+    assert sum(task.train_size(cid) + task.test_size(cid) for cid in range(20)) == 2000
 
 
 def test_a_strategy_of_ones_own_is_taken_by_name():
