@@ -136,7 +136,9 @@ class FedRef(UpdateStrategy):
         self.solver = solver
         self.server_steps = int(server_steps)
         self.likelihood = likelihood
-        self.window = ModelWindow(self, int(window), float(window_memory_mb))
+        self.window = int(window)
+        self.window_memory_mb = float(window_memory_mb)
+        self._window = ModelWindow(self, self.window, self.window_memory_mb)
         self.records["previous_loss"] = []  # of the last finished round, where all clients told theirs
         if gate == "loss":
             self.requires = ("train_loss",)
@@ -232,7 +234,7 @@ class FedRef(UpdateStrategy):
             yield offset, updates.measure(layer, direction)
 
     def _fine_tunes(self, updates: ClientUpdates) -> bool:
-        if not self.window.full:
+        if not self._window.full:
             return False
         if self.gate == "always":
             return True
@@ -247,7 +249,7 @@ class FedRef(UpdateStrategy):
         return float(updates.weights @ updates.reported("train_loss"))
 
     def _reference(self, layer: Layer) -> Tensor:
-        return fedref.reference(self.window.layer(layer)).to(self.device)
+        return fedref.reference(self._window.layer(layer)).to(self.device)
 
     def _theta(self, layer: Layer) -> Tensor:
         assert self._model is not None
@@ -262,7 +264,7 @@ class FedRef(UpdateStrategy):
     def conclude(self, updates: ClientUpdates) -> None:
         """Take the new model into the window, and note the clients' loss."""
         assert self._model is not None
-        self.window.push(self._model)
+        self._window.push(self._model)
         loss = self._mean_loss(updates)
         self.records["previous_loss"] = [] if loss is None else [loss]
 
@@ -271,4 +273,4 @@ class FedRef(UpdateStrategy):
         loss = records.get("previous_loss")
         fine = isinstance(loss, list | tuple) and len(loss) <= 1 and all(map(is_real, loss))
         require("the state's records", dict(records), "with previous_loss, a list of at most one number", fine)
-        check_window(records, memory, self.window.length)
+        check_window(records, memory, self.window)

@@ -43,6 +43,7 @@ STRATEGIES: dict[str, Callable[..., UpdateStrategy]] = {
     "CRAFT whole model": partial(CRAFT, granularity="model"),
     "NormalisedMomentum": strategies.NormalisedMomentum,
     "FedAvgM": strategies.FedAvgM,
+    "FedRef": strategies.FedRef,
     "FedProx": strategies.FedProx,
     "FedNova": strategies.FedNova,
     "FedAdam": strategies.FedAdam,
@@ -62,6 +63,9 @@ STRATEGIES: dict[str, Callable[..., UpdateStrategy]] = {
 
 ROUNDS = (("resnet20", 100), ("mlp", 1000))
 QUICK = (("resnet20", 20), ("mlp", 50))
+
+WARM_UPS = {"FedRef": 6}
+"""Rounds before the first that is measured, where one is not enough: FedRef averages until its window is full."""
 
 FIELDS = (*aggregation.FIELDS, "memory_ratio", "kept_mb")
 """Columns of a row. Both ratios are to our FedAvg; `kept_mb` is what a strategy keeps from round to round."""
@@ -117,7 +121,8 @@ def measure(who: str, model: str, m: int, repeats: int, budget: float) -> Row:
         return Rounds(STRATEGIES[name](layers=layers, initial_parameters=start, device="cpu"), results, m)
 
     rounds = rounds_of(who)
-    rounds()  # state is there after this, and libraries have made their buffers
+    for _ in range(WARM_UPS.get(who, 1)):
+        rounds()  # state is there after this, and libraries have made their buffers
     began = time.perf_counter()
     extra = peak_growth(rounds)
     seconds = time.perf_counter() - began

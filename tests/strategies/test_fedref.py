@@ -358,7 +358,7 @@ def test_on_disk_it_gives_the_same_bits_and_leaves_no_file(tmp_path, monkeypatch
     inside, _ = rounds(strategy(start, window=2, lambda_ref=0.5), start, 6)
     s = strategy(start, window=2, lambda_ref=0.5, window_memory_mb=1e-6)
     outside, _ = rounds(s, start, 6)
-    assert len(s.window._mapped) == 3
+    assert len(s._window._mapped) == 3
     assert list(tmp_path.iterdir()) == []
     for a, b in zip(inside, outside, strict=True):
         assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
