@@ -31,7 +31,7 @@ from flwr.common import (
 )
 from torch import Tensor, nn
 
-from client_apps import personal, tasks
+from client_apps import kept, personal, stale, tasks
 from client_apps.arrays import set_arrays
 from client_apps.config import at_least_zero, boolean
 from client_apps.errors import ConfigError
@@ -111,7 +111,8 @@ class TaskClient(Client):
         Which client this is, from 0.
     state : RecordDict, optional
         What Flower keeps for the client from round to round: its personal model, where the task trains one
-        (`client_apps.personal`). By default a state that lives as long as this object.
+        (`client_apps.personal`), and the global model received last, where answers can be stale
+        (`client_apps.stale`). By default a state that lives as long as this object.
     """
 
     def __init__(self, task: Task, cid: int, state: RecordDict | None = None) -> None:
@@ -142,12 +143,14 @@ class TaskClient(Client):
             The trained arrays, the size of the training split, and `train_loss`, `local_steps`,
             `step_weight` (see `client_apps.training.TrainResult`) and `partition_id`. Where asked for
             `initial_loss`, the received model's mean cross-entropy on the whole training split, without augmentation
-            or dropout. With Ditto `personal_loss`, the personal training's own `train_loss`.
+            or dropout. With Ditto `personal_loss`, the personal training's own `train_loss`. Where
+            `client.stale_probability` is above 0 also `stale`: 1 where the arrays are the global model received the
+            last time instead of the trained one, else 0. All else is then as if they were the trained ones.
 
         Raises
         ------
         ConfigError
-            The config holds something else, or what is kept in `state` is no personal model of this task.
+            The config holds something else, or what is kept in `state` is no model of this task.
         """
         if self.task.vectorized:
             return _fit_many([self], ins)[0]
@@ -155,14 +158,14 @@ class TaskClient(Client):
         model = _received(self.task, ins.parameters)
         metrics = _initial_losses(self.task, model, [self], asked)[0]
         received = [tensor.clone() for tensor in model.state_dict().values()] if self.task.personal else []
-        mine = self._personal(model)
+        mine, last, now = self._personal(model), self._last(model, asked.server_round), _record(self.task, model, ins)
         result = self.task.train(model, self.cid, asked.server_round, asked.proximal_mu)
         trained = _encode(list(model.state_dict().values()))
         if self.task.personal:
             _overwrite(model, received if mine is None else mine)
             of_mine = self.task.train_personal(model, received, self.cid, asked.server_round)
-            self._keep(personal.record(model.state_dict(), list(model.state_dict().values())), of_mine, metrics)
-        return _fit_res(self.cid, trained, result, metrics)
+            self._keep(kept.record(model.state_dict(), list(model.state_dict().values())), of_mine, metrics)
+        return self._answer(trained, result, metrics, last, now)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
         """Evaluate the received model on the client's test split.
@@ -199,6 +202,27 @@ class TaskClient(Client):
         self.state[personal.KEY] = record
         metrics["personal_loss"] = result.train_loss
 
+    def _last(self, model: nn.Module, server_round: int) -> list[bytes] | None:
+        """Return the global model received the last time, where it is the one to answer with."""
+        if not stale.drawn(self.task.client.stale_probability, self.task.seed, self.cid, server_round):
+            return None
+        found = stale.load(self.state, model.state_dict(), self.cid)
+        return None if found is None else _encode(found)
+
+    def _answer(
+        self,
+        trained: list[bytes],
+        result: TrainResult,
+        metrics: dict[str, Scalar],
+        last: list[bytes] | None,
+        now: ArrayRecord | None,
+    ) -> FitRes:
+        """Answer with the model of the last time, if there is one to answer with, and keep that of now, if there is."""
+        if now is not None:
+            self.state[stale.KEY] = ArrayRecord(dict(now))  # one for each of those who received it
+            metrics[stale.METRIC] = int(last is not None)
+        return _fit_res(self.cid, trained if last is None else last, result, metrics)
+
 
 _OK = Status(Code.OK, "Success")
 
@@ -211,13 +235,17 @@ def _fit_many(clients: Sequence[TaskClient], ins: FitIns) -> list[FitRes]:
     metrics = _initial_losses(task, model, clients, asked)
     state, cids = list(model.state_dict().values()), [client.cid for client in clients]
     mine = [client._personal(model) for client in clients]
+    last, now = [client._last(model, asked.server_round) for client in clients], _record(task, model, ins)
     results = task.train_many(state, cids, asked.server_round, _encode, asked.proximal_mu)
     if task.personal:
-        take = partial(personal.record, list(model.state_dict()))
-        kept = task.train_personal_many(state, mine, cids, asked.server_round, take)
-        for client, (record, result), its in zip(clients, kept, metrics, strict=True):
+        take = partial(kept.record, list(model.state_dict()))
+        of_mine = task.train_personal_many(state, mine, cids, asked.server_round, take)
+        for client, (record, result), its in zip(clients, of_mine, metrics, strict=True):
             client._keep(record, result, its)
-    return [_fit_res(cid, *result, its) for cid, result, its in zip(cids, results, metrics, strict=True)]
+    return [
+        client._answer(*result, its, before, now)
+        for client, result, its, before in zip(clients, results, metrics, last, strict=True)
+    ]
 
 
 class _Asked(NamedTuple):
@@ -272,6 +300,14 @@ def _received(task: Task, parameters: Parameters) -> nn.Module:
     model = _model(task)
     set_arrays(model, [decode(data) for data in parameters.tensors])
     return model
+
+
+def _record(task: Task, model: nn.Module, ins: FitIns) -> ArrayRecord | None:
+    """Return what to keep of the model just received; nothing where no answer can be stale."""
+    if not task.client.stale_probability:
+        return None
+    state = model.state_dict()
+    return kept.record(state, list(state.values()), ins.parameters.tensors)
 
 
 def _overwrite(model: nn.Module, tensors: Sequence[Tensor]) -> None:

@@ -80,6 +80,12 @@ def at_least_zero(name: str, value: Any, below: float = math.inf) -> None:
         raise ConfigError(f"{name} must be a number of at least 0{upper}, not {value!r}.")
 
 
+def fraction(name: str, value: Any) -> None:
+    """Raise ConfigError unless the value is a number in [0, 1]."""
+    if not _finite(value) or not 0 <= value <= 1:
+        raise ConfigError(f"{name} must be a number from 0 to 1, not {value!r}.")
+
+
 def _finite(value: Any) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -184,6 +190,9 @@ class ClientConfig:
         it; None is without.
     ditto_epochs : int or None
         Passes over the training split for the personal model; None is local_epochs. Unused without ditto_lambda.
+    stale_probability : float or None
+        How likely a client answers a round with the global model of the last time it was sampled instead of its
+        trained one, in [0, 1], None being 0; see `client_apps.stale`.
     """
 
     lr: float
@@ -196,6 +205,7 @@ class ClientConfig:
     vectorize: bool | str = "auto"
     ditto_lambda: float | None = None
     ditto_epochs: int | None = None
+    stale_probability: float | None = None
 
     def __post_init__(self) -> None:
         positive("client.lr", self.lr)
@@ -210,3 +220,5 @@ class ClientConfig:
             at_least_zero("client.ditto_lambda", self.ditto_lambda)
         if self.ditto_epochs is not None:
             integer("client.ditto_epochs", self.ditto_epochs, 1)
+        if self.stale_probability is not None:
+            fraction("client.stale_probability", self.stale_probability)

@@ -1,15 +1,19 @@
-"""The local loop: SGD on one client's samples, pulled to a model where there is a proximal term."""
+"""The local loop: SGD on the losses of one client, pulled to a model where there is a proximal term."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from client_apps.errors import ConfigError
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -78,15 +82,10 @@ def local_sgd(
     proximal_mu: float = 0.0,
     center: Sequence[Tensor] | None = None,
 ) -> TrainResult:
-    """Train a classifier in place with cross-entropy.
-
-    With a proximal term the objective is F(w) + (μ/2)‖w − c‖² over the trained parameters: FedProx (Li et al.
-    2020, arXiv 1812.06127, eq. 2) where c is the model as it comes in, the personal model of Ditto (Li et al. 2021,
-    arXiv 2012.04221, eq. Ditto) where c is the global one.
+    """Train a classifier in place with cross-entropy; see `descend`.
 
     The last batch of an epoch may be smaller. One of a single sample is skipped where the model has
     BatchNorm, whose batch statistics need more than one, unless batches are that small anyway.
-    A loss that is not finite ends up in the weights, where the server sees and rejects it.
 
     Parameters
     ----------
@@ -107,39 +106,75 @@ def local_sgd(
     proximal_mu : float
         μ >= 0; 0 leaves the proximal term out.
     center : sequence of Tensor, optional
-        c, one tensor for each state_dict entry and in its order, of which those of trained parameters count; by
-        default the model as it comes in.
+        As of `descend`.
     """
     count = len(labels)
     generator = torch.Generator().manual_seed(seed)
     skip_single = 1 < batch_size < count and count % batch_size == 1 and has_batch_norm(model)
     if not model.training:  # the walk over the modules is not free, and between clients nobody changes the mode
         model.train()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    parameters: list[Tensor] = list(trained.values())
-    sgd = SGD(lr, momentum, weight_decay, proximal_mu)
-    if center is not None:
-        named = dict(zip(model.state_dict(), center, strict=True))
-        pull = sgd.pull([named[name] for name in trained])
-    else:
-        pull = sgd.pull(parameters)
-    velocity = [torch.empty_like(p, requires_grad=False) for p in parameters] if momentum else []
-    loss_sum = torch.zeros((), dtype=torch.float64, device=images.device)
-    seen, steps = 0, 0
-    with isolated_rng(seed, images.device):
+
+    def losses() -> Iterator[tuple[Tensor, int]]:
         for _ in range(epochs):
             order = torch.randperm(count, generator=generator)
             if skip_single:
                 order = order[:-1]
             for batch in torch.split(order.to(images.device), batch_size):
-                loss = F.cross_entropy(model(transform(images[batch], generator)), labels[batch])
-                gradients = torch.autograd.grad(loss, parameters)
-                with torch.no_grad():
-                    sgd_step(parameters, gradients, velocity, pull, sgd, first=not steps)
-                loss_sum += loss.detach() * len(batch)  # read once at the end: a GPU need not wait for the host
-                seen += len(batch)
-                steps += 1
-    return TrainResult(count, loss_sum.item() / seen, steps, step_weight(steps, sgd))
+                yield F.cross_entropy(model(transform(images[batch], generator)), labels[batch]), len(batch)
+
+    with isolated_rng(seed, images.device):
+        return descend(model, losses(), SGD(lr, momentum, weight_decay, proximal_mu), num_examples=count, center=center)
+
+
+def descend(
+    model: nn.Module,
+    losses: Iterable[tuple[Tensor, int]],
+    sgd: SGD,
+    *,
+    num_examples: int,
+    center: Sequence[Tensor] | None = None,
+) -> TrainResult:
+    """Take a step on each of the losses, whatever they are of.
+
+    With a proximal term the objective is F(w) + (μ/2)‖w − c‖² over the trained parameters: FedProx (Li et al.
+    2020, arXiv 1812.06127, eq. 2) where c is the model as it comes in, the personal model of Ditto (Li et al. 2021,
+    arXiv 2012.04221, eq. Ditto) where c is the global one.
+
+    A loss that is not finite ends up in the weights, where the server sees and rejects it.
+
+    Parameters
+    ----------
+    model : nn.Module
+        Trained in place, on its own device.
+    losses : iterable of (Tensor, int)
+        Mean loss of each batch and the batch's size. The next one is asked for after the step on the one before, so
+        that a generator computes each with the model as it is then. At least one.
+    sgd : SGD
+        Options; it starts without history.
+    num_examples : int
+        Size of the training split, for the result.
+    center : sequence of Tensor, optional
+        c, one tensor for each state_dict entry and in its order, of which those of trained parameters count; by
+        default the model as it comes in.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters: list[Tensor] = list(trained.values())
+    if center is not None:
+        named = dict(zip(model.state_dict(), center, strict=True))
+        pull = sgd.pull([named[name] for name in trained])
+    else:
+        pull = sgd.pull(parameters)
+    velocity = [torch.empty_like(p, requires_grad=False) for p in parameters] if sgd.momentum else []
+    loss_sum = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    seen, steps = 0, 0
+    for loss, size in losses:
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            sgd_step(parameters, gradients, velocity, pull, sgd, first=not steps)
+        loss_sum += loss.detach() * size  # read once at the end: a GPU need not wait for the host
+        seen += size
+        steps += 1
+    return TrainResult(num_examples, loss_sum.item() / seen, steps, step_weight(steps, sgd))
 
 
 def sgd_step(
@@ -237,6 +272,31 @@ def isolated_rng(seed: int, device: torch.device) -> Iterator[None]:
         torch.default_generator.set_state(state)
         if cuda_state is not None:
             torch.cuda.set_rng_state(cuda_state, device)
+
+
+def seed_of(*words: int) -> int:
+    """Mix integers into one seed of 63 bits, so that neighbouring clients and rounds are unrelated."""
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
+
+
+def find_device(name: object) -> torch.device:
+    """Return the device of `client.device`.
+
+    Raises
+    ------
+    ConfigError
+        It is no device's name, or the device is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"client.device must be auto, cpu, cuda or cuda:<index>, not {name!r}.")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"client.device={name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs; use client.device=auto."
+        )
+    return device
 
 
 def has_batch_norm(model: nn.Module) -> bool:

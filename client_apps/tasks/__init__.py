@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from client_apps.errors import ConfigError
 from client_apps.tasks.base import Evaluation, Task
 from client_apps.tasks.classification import ClassificationTask
 
@@ -33,4 +34,14 @@ def build(cfg: Mapping[str, Any]) -> Task:
 
 @lru_cache(maxsize=2)
 def _build(parts: str) -> Task:
-    return ClassificationTask(json.loads(parts))
+    cfg = json.loads(parts)
+    dataset = cfg.get("dataset")
+    if not isinstance(dataset, Mapping) or dataset.get("name") != "fets2022":
+        return ClassificationTask(cfg)
+    try:
+        from client_apps.tasks.segmentation import SegmentationTask  # its MONAI takes 4 seconds to import
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("monai", "nibabel"):
+            raise
+        raise ConfigError("dataset=fets2022 needs MONAI and nibabel; pip install 'fedconcord[fets]'.") from error
+    return SegmentationTask(cfg)

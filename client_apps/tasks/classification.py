@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,7 +19,7 @@ from client_apps.data.transforms import Normalise, random_crop_flip
 from client_apps.errors import ConfigError
 from client_apps.stacked_linear import StackedLinearNetwork
 from client_apps.tasks.base import Evaluation, SplitName, quotient
-from client_apps.training import TrainResult, isolated_rng, local_sgd
+from client_apps.training import TrainResult, find_device, isolated_rng, local_sgd, seed_of
 from client_apps.vectorized import VectorizedTraining, Work, obstacle
 
 T = TypeVar("T")
@@ -97,18 +96,7 @@ class ClassificationTask:
     @cached_property
     def device(self) -> torch.device:
         """Where models are trained and evaluated."""
-        name = self.client.device
-        if name == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if not isinstance(name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-            raise ConfigError(f"client.device must be auto, cpu, cuda or cuda:<index>, not {name!r}.")
-        device = torch.device(name)
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(
-                f"client.device={name} is not there: PyTorch sees {torch.cuda.device_count()} GPUs; "
-                "use client.device=auto."
-            )
-        return device
+        return find_device(self.client.device)
 
     def train_size(self, cid: int) -> int:
         """Size of a client's training split, at least 1."""
@@ -398,7 +386,7 @@ class ClassificationTask:
         return options if epochs is None else {**options, "epochs": epochs}
 
     def _work(self, cid: int, server_round: int, *stream: int) -> Work:
-        return Work(*self._tensors(self._split(cid).train), seed=_seed(self.seed, cid, server_round, *stream))
+        return Work(*self._tensors(self._split(cid).train), seed=seed_of(self.seed, cid, server_round, *stream))
 
     def _tensors(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         images = torch.from_numpy(self._samples.images[indices])
@@ -423,8 +411,3 @@ def _tally(owners: NDArray[np.int64], classes: NDArray[np.int64], shape: tuple[i
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-def _seed(*words: int) -> int:
-    """Mix integers into one seed of 63 bits, so that neighbouring clients and rounds are unrelated."""
-    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1

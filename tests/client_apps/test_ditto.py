@@ -27,6 +27,7 @@ from client_apps import make_client_app, personal
 from client_apps.app import TaskClient
 from client_apps.arrays import get_arrays, set_arrays
 from client_apps.errors import ConfigError
+from client_apps.kept import record
 from client_apps.tasks import ClassificationTask
 from client_apps.wire import encode
 
@@ -234,7 +235,7 @@ def test_a_personal_model_that_diverged_begins_anew(caplog: pytest.LogCaptureFix
     of = task()
     broken = [np.full_like(a, np.nan) for a in arrays(of)]
     client, fresh = TaskClient(of, 0), TaskClient(of, 0)
-    client.state[personal.KEY] = personal.record(of.new_model().state_dict(), [torch.tensor(a) for a in broken])
+    client.state[personal.KEY] = record(of.new_model().state_dict(), [torch.tensor(a) for a in broken])
     client.fit(fit_ins(of))
     fresh.fit(fit_ins(of))
     for a, b in zip(kept(client), kept(fresh), strict=True):
@@ -244,7 +245,7 @@ def test_a_personal_model_that_diverged_begins_anew(caplog: pytest.LogCaptureFix
 
 def test_integer_buffers_and_scalars_are_kept() -> None:
     tensors = {"weight": torch.randn(2, 3), "count": torch.tensor(7), "mean": torch.tensor(0.5, dtype=torch.float64)}
-    state = RecordDict({personal.KEY: personal.record(tensors, list(tensors.values()))})
+    state = RecordDict({personal.KEY: record(tensors, list(tensors.values()))})
     found = personal.load(state, tensors, 0)
     assert found is not None
     for one, two in zip(found, tensors.values(), strict=True):
