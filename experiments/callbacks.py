@@ -1,4 +1,4 @@
-"""ReportAfterMultirun: the table and the curves at the end of a sweep."""
+"""ReportAfterMultirun: the tables, the curves and the pictures at the end of a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 
 class ReportAfterMultirun(Callback):
-    """Writes report.md, report.csv and curves.png into the sweep's folder and prints the table.
+    """Writes what `experiments.report.report` writes into the sweep's folder, and prints the tables.
 
     Parameters
     ----------

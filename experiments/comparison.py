@@ -12,7 +12,7 @@ from scipy.stats import ttest_rel
 
 from .runs import Failure, Group, Row
 
-# Differences in accuracy that are equal but for rounding: a test would take them for certainty.
+# Differences in the metric that are equal but for rounding: a test would take them for certainty.
 _EQUAL = 1e-9
 
 
@@ -33,7 +33,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Against:
-    """The comparisons of one setting in one metric by the rows' labels, and the seeds that failed by strategy."""
+    """The comparisons of one setting by the rows' labels, and the seeds that failed by strategy.
+
+    ``metric`` is what they compare, in words.
+    """
 
     name: str
     metric: str
@@ -47,7 +50,7 @@ class Against:
         if self.reference is None:
             return f"No finished run of {self.name} to compare with."
         return (
-            f"Gain: mean {self.metric.replace('_', ' ')} of {self.reference} over the row's, less 1. p: two-sided "
+            f"Gain: mean {self.metric} of {self.reference} over the row's, less 1. p: two-sided "
             "t-test of it paired by seed (n pairs), corrected by Holm's method over the rows that have one."
         )
 
@@ -57,7 +60,9 @@ def compare(group: Group, name: str, failures: Sequence[Failure]) -> Against:
 
     Where all rows have personal models, those are compared, else the global ones.
     """
-    metric = "personal_accuracy" if all(row.values["personal_accuracy"] for row in group.rows) else "accuracy"
+    headline = group.headline
+    personal = all(row.values[headline.personal] for row in group.rows)
+    metric = headline.personal if personal else headline.name
     row = next((row for row in group.rows if row.runs[0].strategy[0] == name), None)  # rows are sorted, best first
     comparisons = {} if row is None else {o.label: _compare(row, o, metric) for o in group.rows if o is not row}
     tested = {label: found.p_value for label, found in comparisons.items() if found.p_value is not None}
@@ -68,7 +73,8 @@ def compare(group: Group, name: str, failures: Sequence[Failure]) -> Against:
     for failure in failures:
         if failure.setting == group.rows[0].runs[0].setting:
             failed.setdefault(failure.name, []).append(failure.config.get("seed"))
-    return Against(name, metric, row.label if row else None, comparisons, failed)
+    words = f"personal {headline.title}" if personal else headline.title
+    return Against(name, words, row.label if row else None, comparisons, failed)
 
 
 def _compare(reference: Row, other: Row, metric: str) -> Comparison:

@@ -39,7 +39,7 @@ _GROUPS: dict[str, set[str]] = {
     "client": set(),
     "evaluation": {"mode", "every", "batch_size"},
     "simulation": {"engine", "num_cpus", "client_cpus", "client_gpus", "object_store_mb", "address"},
-    "tracking": {"tensorboard", "progress"},
+    "tracking": {"tensorboard", "progress", "udp_loss_delta", "udp_norm_delta", "examples"},
 }
 # What this suite, not the configuration, hands to a strategy.
 _LEAST_STORE_MB = 75
@@ -168,6 +168,12 @@ def _check_groups(cfg: Mapping[str, Any]) -> None:
         )
     for key in ("tensorboard", "progress"):
         _require(f"tracking.{key}", tracking[key], "true or false", isinstance(tracking[key], bool))
+    for key in ("udp_loss_delta", "udp_norm_delta"):
+        _require(
+            f"tracking.{key}", tracking[key], "a number of at least 0", is_real(tracking[key]) and tracking[key] >= 0
+        )
+    count = tracking["examples"]
+    _require("tracking.examples", count, "an integer of at least 0", is_integer(count) and count >= 0)
 
 
 def build_strategy(cfg: Mapping[str, Any], **given: Any) -> UpdateStrategy:

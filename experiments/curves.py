@@ -1,4 +1,8 @@
-"""Curves of finished runs: accuracy, its worst tenth, and conflict over rounds, one line of panels a setting."""
+"""Curves of finished runs, two lines of panels a setting.
+
+Above: the headline metric, its worst tenth, and conflict over rounds; below, where a run has recorded these: what is
+forgotten, the trajectory of the global model, and the training loss.
+"""
 
 import io
 import textwrap
@@ -10,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from .runs import Group, Row
 
@@ -56,31 +60,17 @@ def figure_of(groups: Sequence[Group]) -> Figure:
     }
     # The legend gets as many columns as its longest label allows, and the height that its lines take.
     columns = max(1, min(5, len(labels), 120 // (max(map(len, labels)) + 8)))
-    heights = [*[3.3] * len(groups), 0.35 + 0.22 * -(-len(labels) // columns)]
+    lines = [2 if _has_second_line(group) else 1 for group in groups]
+    heights = [*(0.3 + 3.0 * count for count in lines), 0.35 + 0.22 * -(-len(labels) // columns)]
     figure = Figure(figsize=(10, sum(heights)), layout="constrained")
     *parts, foot = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
-    for group, part in zip(groups, parts, strict=True):
+    for group, part, count in zip(groups, parts, lines, strict=True):
         part.suptitle(textwrap.fill(group.title, 110), x=0.01, ha="left", weight="bold", fontsize=10)
-        mean, worst, conflict = part.subplots(1, 3)
-        _panel(mean, group, styles, "accuracy")
-        mean.set(title="Accuracy, mean over clients", ylabel="accuracy (%)")
-        _panel(worst, group, styles, "worst10")
-        worst.set(title="Accuracy, worst 10 % of clients", ylabel="accuracy (%)")
-        # one round's sample is small, so this share jumps: averaged, and the panel says so
-        window = max(1, len(group.rows[0].runs[0].rounds) // 20)
-        before = [
-            _draw(conflict, row, styles[row.label], "conflict_share_before", "--", window)
-            for row in group.rows
-            if not _crowded(group)
-        ]
-        _panel(conflict, group, styles, "conflict_share_after", window)
-        averaged = f", average of {window} rounds" if window > 1 else ""
-        which = " after the solve" if _crowded(group) else ""
-        conflict.set(title=f"Clients in conflict{which}{averaged}", ylabel="sampled clients (%)")
-        if any(before):
-            key = [Line2D([], [], color="0.4", linestyle=style, linewidth=1) for style in ("--", "-")]
-            conflict.legend(key, ["before the solve", "after"], frameon=False, fontsize=8)
-        for axes in (mean, worst, conflict):
+        panels = part.subplots(count, 3, squeeze=False)
+        _first_line(panels[0], group, styles)
+        if count > 1:
+            _second_line(panels[1], group, styles)
+        for axes in panels.flat:
             axes.title.set(fontsize=10)
     handles = [Line2D([], [], linewidth=2, **styles[label]) for label in labels]
     several = any(len(row.runs) > 1 for group in groups for row in group.rows)
@@ -97,45 +87,134 @@ def figure_of(groups: Sequence[Group]) -> Figure:
     return figure
 
 
+def _has_second_line(group: Group) -> bool:
+    return any(run.series("forgetting") or run.series("path_length") for row in group.rows for run in row.runs)
+
+
+def _first_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
+    mean, worst, conflict = panels
+    headline, window = group.headline, _window(group)
+    title = headline.title[0].upper() + headline.title[1:]
+    _panel(mean, group, styles, headline.name)
+    mean.set(title=f"{title}, mean over {headline.client}s", ylabel=f"{headline.title} (%)")
+    _panel(worst, group, styles, "worst10")
+    worst.set(title=f"{title}, worst 10 % of {headline.client}s", ylabel=f"{headline.title} (%)")
+    before = _dash(conflict, group, styles, "conflict_share_before", window)
+    _panel(conflict, group, styles, "conflict_share_after", window)
+    which = " after the solve" if _crowded(group) else ""
+    conflict.set(title=f"Clients in conflict{which}", xlabel=_rounds(window), ylabel="sampled clients (%)")
+    if before:
+        _key(conflict, {"before the solve": "--", "after": "-"})
+    for axes in panels:
+        axes.set_ylim(bottom=0, top=max(5.0, axes.get_ylim()[1]))  # a curve at 0 % must not fill the panel
+
+
+def _second_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
+    forgetting, path, loss = panels
+    zeta = _dash(forgetting, group, styles, "zeta")
+    _panel(forgetting, group, styles, "forgetting")
+    if forgetting.get_ylim()[0] < -100:  # ζ is far below what is forgotten; on this scale both can be seen
+        forgetting.set_yscale("symlog", linthresh=10)
+        forgetting.yaxis.set_major_formatter(ScalarFormatter())
+    forgetting.axhline(0, color="0.6", linewidth=0.8)
+    forgetting.set(title=f"Forgetting of {group.headline.title} so far", ylabel="percentage points, summed")
+    if zeta:
+        _key(forgetting, {"ζ": "--", "its positive part": "-"})
+    _panel(path, group, styles, "distance_from_start", factor=1, over="path_length", band=False)
+    path.set(title="Trajectory of the global model", xlabel="path length", ylabel="distance from the start")
+    if path.lines:
+        path.set(xlim=(0, None), ylim=(0, None))
+        straight = path.axline((0, 0), slope=1, color="0.4", linestyle=":", linewidth=1)
+        path.legend([straight], ["straight"], frameon=False, fontsize=8)
+    window = _window(group)
+    _panel(loss, group, styles, "train_loss", window, factor=1)
+    loss.set(title="Clients' training loss", xlabel=_rounds(window), ylabel="loss")
+
+
+def _window(group: Group) -> int:
+    """Return over how many rounds to average what jumps, as one round's sample of clients is small; panels say so."""
+    return max(1, len(group.rows[0].runs[0].rounds) // 20)
+
+
+def _rounds(window: int) -> str:
+    return f"round (average of {window})" if window > 1 else "round"
+
+
+def _key(axes: Axes, names: Mapping[str, str]) -> None:
+    """Explain a panel's line styles."""
+    handles = [Line2D([], [], color="0.4", linestyle=style, linewidth=1) for style in names.values()]
+    axes.legend(handles, list(names), frameon=False, fontsize=8)
+
+
 def _crowded(group: Group) -> bool:
     return len(group.rows) > _CROWD
 
 
-def _panel(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, window: int = 1) -> None:
+def _dash(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, window: int = 1) -> bool:
+    """Draw dashed lines, unless they would crowd the panel; False if there are none."""
+    rows = [] if _crowded(group) else group.rows
+    drawn = [_draw(axes, row, styles[row.label], name, "--", window) for row in rows]
+    return any(drawn)
+
+
+def _panel(
+    axes: Axes,
+    group: Group,
+    styles: Mapping[str, Any],
+    name: str,
+    window: int = 1,
+    factor: float = 100,
+    over: str | None = None,
+    band: bool = True,
+) -> None:
+    band = band and not _crowded(group)
     missing = [
         row.label
         for row in group.rows
-        if not _draw(axes, row, styles[row.label], name, window=window, band=not _crowded(group))
+        if not _draw(axes, row, styles[row.label], name, "-", window, factor=factor, over=over, band=band)
     ]
+    axes.set_xlabel("round")
+    if over is None:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(missing) == len(group.rows):
         axes.text(0.5, 0.5, "not reported", transform=axes.transAxes, ha="center", color="0.5")
         axes.set(xticks=[], yticks=[])
     elif missing:
         note = textwrap.fill(f"not reported: {', '.join(missing)}", 40)
         axes.text(0.02, 0.05, note, transform=axes.transAxes, fontsize=7, color="0.5", in_layout=False)
-    axes.set_xlabel("round")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(bottom=0, top=max(5.0, axes.get_ylim()[1]))  # a curve at 0 % must not fill the panel
     axes.grid(color="0.9", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw(
-    axes: Axes, row: Row, style: Mapping[str, Any], name: str, line: str = "-", window: int = 1, band: bool = True
+    axes: Axes,
+    row: Row,
+    style: Mapping[str, Any],
+    name: str,
+    line: str = "-",
+    window: int = 1,
+    *,
+    factor: float = 100,
+    over: str | None = None,
+    band: bool = True,
 ) -> bool:
-    """Draw the mean over seeds, in rounds that all seeds report, and a band; False if there is no such round."""
-    series = [run.series(name) for run in row.runs]
-    rounds = sorted(set.intersection(*(set(of_run) for of_run in series)))
+    """Draw the mean over seeds, in rounds that all seeds report, and a band; False if there is no such round.
+
+    With `over` it is drawn over the mean of that metric, else over rounds.
+    """
+    names = [name] if over is None else [name, over]
+    series = [[run.series(which) for run in row.runs] for which in names]
+    rounds = sorted(set.intersection(*(set(of_run) for of_name in series for of_run in of_name)))
     if not rounds:
         return False
     window = min(window, len(rounds))
-    seeds = np.array([[100 * of_run[number] for number in rounds] for of_run in series])
-    seeds = np.lib.stride_tricks.sliding_window_view(seeds, window, axis=1).mean(axis=2)
-    rounds = rounds[window - 1 :]
+    seeds, *others = [np.array([[of_run[r] for r in rounds] for of_run in of_name]) for of_name in series]
+    seeds = factor * np.lib.stride_tricks.sliding_window_view(seeds, window, axis=1).mean(axis=2)
+    x = others[0].mean(axis=0) if others else np.array(rounds[window - 1 :])
     width = 1.6 if line == "-" else 0.9
-    style = style if len(rounds) > 1 else {**style, "marker": "o"}  # a single point needs one to be seen
-    axes.plot(rounds, seeds.mean(axis=0), line, linewidth=width, zorder=3, clip_on=False, **style)
-    if band and line == "-" and len(series) > 1:
+    style = style if len(x) > 1 else {**style, "marker": "o"}  # a single point needs one to be seen
+    axes.plot(x, seeds.mean(axis=0), line, linewidth=width, zorder=3, clip_on=False, **style)
+    if band and line == "-" and len(seeds) > 1:
         low, high = seeds.min(axis=0), seeds.max(axis=0)
-        axes.fill_between(rounds, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     return True

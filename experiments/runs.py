@@ -14,16 +14,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 from strategies.options import is_real
 
+from .headline import HEADLINES, Headline, headline_of
 from .metrics import rounds_to_target
 
 # What says which repetition or which machine, not which experiment.
 _ELSEWHERE = {"seed", "device", "data_dir"}
 SIZES = ("num_clients", "clients_per_round", "num_rounds")
-_RESULTS = (
-    "accuracy", "accuracy_std", "worst10", "best10", "personal_accuracy", "personal_accuracy_std", "personal_worst10",
-    "personal_best10",
-)  # fmt: skip
-_NUMBERS = (*_RESULTS, "seconds", "conflict_share_before", "conflict_share_after")
+# Of every run, whatever its headline.
+_NUMBERS = (
+    "seconds",
+    "train_loss",
+    "path_length",
+    "distance_from_start",
+    "conflict_share_before",
+    "conflict_share_after",
+)
 
 
 class _UnusableError(Exception):
@@ -32,21 +37,30 @@ class _UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run; ``setting`` and ``strategy`` are each a label and all that could tell it from another."""
+    """A finished run; ``setting`` and ``strategy`` are each a label and all that could tell it from another.
+
+    ``headline`` is the metric it is judged by.
+    """
 
     path: Path
     config: Mapping[str, Any]
     setting: tuple[str, Mapping[str, Any]]
     strategy: tuple[str, Mapping[str, Any]]
     rounds: Sequence[Mapping[str, Any]]
+    headline: Headline
 
     def series(self, name: str) -> dict[int, float]:
         """Return a metric by round, in the rounds that report it."""
         return {row["round"]: row[name] for row in self.rounds if row.get(name) is not None}
 
     def result(self, name: str) -> float | None:
-        """Return a metric in the last round with an accuracy."""
-        return self.series(name).get(max(self.series("accuracy")))
+        """Return a metric in the last round that reports the headline."""
+        return self.series(name).get(max(self.series(self.headline.name)))
+
+    @property
+    def score(self) -> float:
+        """The headline in the last round that reports it."""
+        return self.result(self.headline.name) or 0.0
 
 
 @dataclass(frozen=True)
@@ -83,20 +97,16 @@ class Group:
     target_source: str
 
     @property
+    def headline(self) -> Headline:
+        """The metric that the setting is judged by."""
+        return self.rows[0].runs[0].headline
+
+    @property
     def facts(self) -> str:
         """How many clients and rounds, in words."""
         config = self.rows[0].runs[0].config
         clients, sample, rounds = (config[name] for name in SIZES)
-        return f"{clients} clients, {sample} per round, {rounds} rounds"
-
-    @property
-    def caption(self) -> str:
-        """What the numbers of a table mean."""
-        return (
-            "Test accuracy in % at the last evaluation, every client counting equally; "
-            "± is the sample standard deviation over seeds, (n/m) a value that only n of m seeds have. "
-            f"Target: {100 * self.target:.1f} % ({self.target_source}), counted to the first evaluation to reach it."
-        )
+        return f"{clients} {self.headline.client}s, {sample} per round, {rounds} rounds"
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -147,16 +157,20 @@ def _load(folder: Path) -> Run:
     if status["rounds"] < config["num_rounds"]:
         raise _UnusableError(f"stopped after round {status['rounds']} of {config['num_rounds']}")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rounds = [json.loads(line) for line in lines]
+    headline = headline_of(rounds)
+    if headline is None:
+        raise _UnusableError(f"reports no {' and no '.join(known.name for known in HEADLINES)}")
     run = Run(
         path=folder,
         config=config,
         setting=_setting(config),
         strategy=(_name(config), _flat(config["strategy"]) | _flat(config["client"], "client.")),
-        rounds=[json.loads(line) for line in lines],
+        rounds=rounds,
+        headline=headline,
     )
-    if not run.series("accuracy"):
-        raise _UnusableError("reports no accuracy")
-    numbers = [config.get("target_accuracy"), *(value for name in _NUMBERS for value in run.series(name).values())]
+    names = (*headline.results, *_NUMBERS)
+    numbers = [config.get("target_accuracy"), *(value for name in names for value in run.series(name).values())]
     if not isinstance(config["seed"], int) or not all(n is None or is_real(n) for n in numbers):
         raise _UnusableError("is damaged: it holds words where numbers belong")
     return run
@@ -214,11 +228,11 @@ def find_failures(folders: Iterable[Path]) -> list[Failure]:
 
 def group_runs(runs: Sequence[Run], target: float | None, left_out: list[str]) -> list[Group]:
     """Sort the runs into settings and strategies; a repeated seed joins those left out."""
-    settings: dict[str, list[Run]] = {}
+    settings: dict[tuple[str, Headline], list[Run]] = {}
     for title, run in zip(_distinguish([run.setting for run in runs]), runs, strict=True):
-        settings.setdefault(title, []).append(run)
+        settings.setdefault((title, run.headline), []).append(run)
     groups = []
-    for title, members in settings.items():
+    for (title, headline), members in settings.items():
         seeds: dict[str, dict[Any, Run]] = {}
         for label, run in zip(_distinguish([run.strategy for run in members]), members, strict=True):
             of_label, seed = seeds.setdefault(label, {}), run.config.get("seed")
@@ -228,7 +242,7 @@ def group_runs(runs: Sequence[Run], target: float | None, left_out: list[str]) -
         kept = {label: list(of_label.values()) for label, of_label in seeds.items()}
         goal, source = _target(kept, target)
         rows = [Row(label, of_label, _values(of_label, goal)) for label, of_label in kept.items()]
-        rows.sort(key=lambda row: -fmean(row.values["accuracy"]))
+        rows.sort(key=lambda row: -fmean(row.values[headline.name]))
         groups.append(Group(title, rows, goal, source))
     return groups
 
@@ -239,13 +253,14 @@ def _target(runs: Mapping[str, Sequence[Run]], target: float | None) -> tuple[fl
     configured: set[Any] = {run.config.get("target_accuracy") for of_label in runs.values() for run in of_label}
     if len(configured) == 1 and None not in configured:
         return configured.pop(), "target_accuracy of the runs"
-    best = max(fmean(run.result("accuracy") or 0 for run in of_label) for of_label in runs.values())
+    best = max(fmean(run.score for run in of_label) for of_label in runs.values())
     return 0.9 * best, "90 % of the best result, as the runs share no target_accuracy"
 
 
 def _values(runs: Sequence[Run], target: float) -> dict[str, list[float]]:
-    values: dict[str, list[float | None]] = {name: [run.result(name) for run in runs] for name in _RESULTS}
-    accuracies = [run.series("accuracy") for run in runs]
-    values["rounds_to_target"] = [rounds_to_target(list(a), list(a.values()), target) for a in accuracies]
+    headline = runs[0].headline
+    values: dict[str, list[float | None]] = {name: [run.result(name) for run in runs] for name in headline.results}
+    scores = [run.series(headline.name) for run in runs]
+    values["rounds_to_target"] = [rounds_to_target(list(s), list(s.values()), target) for s in scores]
     values["seconds"] = [run.rounds[-1].get("seconds") for run in runs]
     return {name: [value for value in column if value is not None] for name, column in values.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,20 +11,25 @@ from typing import Any
 import rich
 import torch
 from flwr.app import Context
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.common import Parameters, Scalar, ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.serverapp import Grid, ServerApp
 
-from client_apps.arrays import get_arrays
+from client_apps import stale
+from client_apps.arrays import get_arrays, set_arrays
 from client_apps.errors import ConfigError
 from client_apps.tasks import Task
+from client_apps.tasks.base import Illustrated
 from strategies import LayerMap, UpdateStrategy, partition_order
 
 from .config import build_strategy, check, from_run_config
 from .engine import VirtualGrid
 from .evaluation import Evaluator
+from .stability import Stability
 from .tracked_strategy import TrackedStrategy
-from .tracking import RunTracker
+from .tracking import RunTracker, one_line
+
+logger = logging.getLogger(__name__)
 
 _THREADS = 64
 # A federation that has gained no node for this long is taken for complete.
@@ -43,6 +49,8 @@ def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> Up
             "on_evaluate_config_fn": evaluator.start_round,
             "evaluate_metrics_aggregation_fn": evaluator.from_clients,
         }
+    if task.client.stale_probability:
+        evaluation["fit_metrics_aggregation_fn"] = count_stale
     return build_strategy(
         cfg,
         layers=LayerMap.from_module(model),
@@ -55,6 +63,11 @@ def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> Up
         partition_order=partition_order,
         **evaluation,
     )
+
+
+def count_stale(results: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Scalar]:
+    """Flower's `fit_metrics_aggregation_fn`: `stale_updates`, how many of the answers accepted are stale models."""
+    return {"stale_updates": sum(metrics.get(stale.METRIC) == 1 for _, metrics in results)}
 
 
 def make_server_app(cfg: Mapping[str, Any], task: Task) -> ServerApp:
@@ -71,14 +84,27 @@ def make_server_app(cfg: Mapping[str, Any], task: Task) -> ServerApp:
 def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> None:
     """Run all rounds on a grid; the model that was evaluated last is saved even if the run fails."""
     _require_nodes(grid, cfg["num_clients"])
-    rounds, every = cfg["num_rounds"], cfg["evaluation"]["every"]
+    rounds, every, tracking = cfg["num_rounds"], cfg["evaluation"]["every"], cfg["tracking"]
     with RunTracker(
-        Path(cfg["output_dir"]), config=cfg, num_rounds=rounds, console=rich.get_console(), **cfg["tracking"]
+        Path(cfg["output_dir"]),
+        config=cfg,
+        num_rounds=rounds,
+        console=rich.get_console(),
+        tensorboard=tracking["tensorboard"],
+        progress=tracking["progress"],
+        metric=task.metric,
     ) as tracker:
+        inner = make_strategy(cfg, task, tracker)
         strategy = TrackedStrategy(
-            make_strategy(cfg, task, tracker),
+            inner,
             tracker,
             evaluate_in=lambda number: number % every == 0 or number == rounds,
+            stability=Stability(
+                inner.layers,
+                task.metric,
+                udp_loss_delta=tracking["udp_loss_delta"],
+                udp_norm_delta=tracking["udp_norm_delta"],
+            ),
         )
         server = Server(client_manager=SimpleClientManager(), strategy=strategy)
         if isinstance(grid, VirtualGrid):
@@ -94,6 +120,20 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
                 names = task.new_model().state_dict()
                 arrays = parameters_to_ndarrays(strategy.evaluated(strategy.parameters))
                 tracker.save_model({n: torch.from_numpy(a) for n, a in zip(names, arrays, strict=True)})
+        if cfg["evaluation"]["mode"] == "server" and tracking["examples"] and strategy.parameters is not None:
+            _illustrate(task, strategy.evaluated(strategy.parameters), tracking["examples"], tracker)
+
+
+def _illustrate(task: Task, parameters: Parameters, count: int, tracker: RunTracker) -> None:
+    """Save examples of what the model does, if the task has any; without them the run is as good."""
+    if not isinstance(task, Illustrated):
+        return
+    try:
+        model = task.new_model()
+        set_arrays(model, parameters_to_ndarrays(parameters))
+        tracker.save_examples(task.examples(model, count))
+    except Exception as error:  # whatever it is, it must not take the finished run with it
+        logger.warning("the run is complete, but its examples cannot be made: %s", one_line(error), exc_info=error)
 
 
 def _require_nodes(grid: Grid, wanted: int) -> None:

@@ -1,6 +1,6 @@
 """TrackedStrategy: any Flower strategy, with every round reported to a run's tracker."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,16 +9,20 @@ from flwr.server.client_manager import ClientManager
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import Strategy
 
+from .stability import Stability
 from .tracking import RunTracker, one_line
+
+# What a round's record is put together from; of a name that several report, the first keeps it.
+_STAGES = ("error", "evaluate", "federated", "stability", "fit")
 
 
 class TrackedStrategy(Strategy):
     """A strategy that reports each round to a tracker, exactly once, and otherwise is the one it wraps.
 
     A round's record holds what ``aggregate_fit``, ``evaluate`` and ``aggregate_evaluate`` report. Where they
-    share a name, the server's evaluation keeps it and the others become ``federated_<name>`` and
-    ``fit_<name>``. An exception of the strategy is recorded as ``error``, next to what the round has reported
-    so far, and raised again.
+    share a name, the server's evaluation keeps it and the others become ``federated_<name>``,
+    ``stability_<name>`` and ``fit_<name>``. An exception of the strategy is recorded as ``error``, next to what the
+    round has reported so far, and raised again.
 
     Parameters
     ----------
@@ -28,6 +32,8 @@ class TrackedStrategy(Strategy):
         Where the rounds go.
     evaluate_in : callable
         Says of a round's number whether the global model is evaluated in it; by default in every one.
+    stability : Stability, optional
+        Adds its measures to every record.
 
     Attributes
     ----------
@@ -36,11 +42,16 @@ class TrackedStrategy(Strategy):
     """
 
     def __init__(
-        self, strategy: Strategy, tracker: RunTracker, evaluate_in: Callable[[int], bool] = lambda _: True
+        self,
+        strategy: Strategy,
+        tracker: RunTracker,
+        evaluate_in: Callable[[int], bool] = lambda _: True,
+        stability: Stability | None = None,
     ) -> None:
         self.strategy = strategy
         self.tracker = tracker
         self.evaluate_in = evaluate_in
+        self.stability = stability
         self.parameters: Parameters | None = None
         self._round: int | None = None
         self._stages: dict[str, dict[str, Any]] = {}
@@ -60,6 +71,8 @@ class TrackedStrategy(Strategy):
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Delegate, and begin the round's record."""
         self.parameters = parameters  # also where a client supplied the initial ones
+        if self.stability is not None:
+            self.stability.start(parameters)
         with self._recording_errors(server_round):
             return self.strategy.configure_fit(server_round, parameters, client_manager)
 
@@ -116,6 +129,9 @@ class TrackedStrategy(Strategy):
         self._finish()
         return loss, metrics
 
+    def _of(self, stage: str) -> Mapping[str, Any]:
+        return self._stages.get(stage, {})
+
     @contextmanager
     def _recording_errors(self, server_round: int) -> Iterator[None]:
         if server_round != self._round:
@@ -130,10 +146,14 @@ class TrackedStrategy(Strategy):
 
     def _finish(self) -> None:
         """Log the open round, if there is one."""
-        record: dict[str, Any] = {"round": self._round}
-        for stage in ("error", "evaluate", "federated", "fit"):
-            for name, value in self._stages.get(stage, {}).items():
-                record[f"{stage}_{name}" if name in record else name] = value
         if self._round or self._stages:  # not for an initial model that nothing evaluates
+            if self.stability is not None:
+                reported = {name: value for stage in reversed(_STAGES) for name, value in self._of(stage).items()}
+                measured = self.stability.measure(self.parameters, {**reported, "round": self._round})
+                self._stages["stability"] = measured
+            record: dict[str, Any] = {"round": self._round}
+            for stage in _STAGES:
+                for name, value in self._of(stage).items():
+                    record[f"{stage}_{name}" if name in record else name] = value
             self.tracker.log_round(record)
         self._round, self._stages = None, {}

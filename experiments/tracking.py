@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,15 +20,11 @@ from rich.table import Column
 from safetensors.torch import save_file
 from torch import Tensor
 
-_CLIENTS = pa.schema(
-    [
-        ("round", pa.int32()),
-        ("client", pa.int32()),
-        ("num_examples", pa.int32()),
-        ("accuracy", pa.float32()),
-        ("loss", pa.float32()),
-    ]
-)
+from client_apps.tasks.base import Example
+
+from .examples import FILE, save_examples
+from .headline import HEADLINES
+
 # A Parquet file cannot be appended to, so it is rewritten whole: rarely enough to cost nothing, often enough
 # that a killed process loses little.
 _REWRITE_SECONDS = 30.0
@@ -36,9 +32,10 @@ _REWRITE_SECONDS = 30.0
 _PLAIN_LINES = 20
 _PLAIN_SECONDS = 60.0
 _EVALUATION = {
-    "accuracy": "  accuracy {:.1%}",
-    "personal_accuracy": "  personal {:.1%}",
+    **{known.name: f"  {known.title} {{:.1%}}" for known in HEADLINES},
+    **{known.personal: "  personal {:.1%}" for known in HEADLINES},
     "worst10": "  worst10 {:.1%}",
+    "hd95": "  HD95 {:.1f} mm",
     "loss": "  loss {:.3f}",
 }
 _SOLVE = {
@@ -132,15 +129,16 @@ def _texts(record: Mapping[str, Any], forms: Mapping[str, str]) -> str:
 class RunTracker:
     """Write a run's folder while the run goes on; use it as a context manager.
 
-    ======================  ==========================================================================
-    ``config.yaml``         the composed configuration
-    ``metrics.jsonl``       one line of strict JSON per round, complete and flushed
-    ``clients.parquet``     one row per evaluated client and round, see `log_clients`
-    ``model.safetensors``   the final model, see `save_model`
-    ``events.out.*``        TensorBoard scalars
-    ``status.json``         on leaving the context: status ("finished" or "failed"), error (one line or
-                            null), seconds, and rounds, the last one logged
-    ======================  ==========================================================================
+    ========================  ========================================================================
+    ``config.yaml``           the composed configuration
+    ``metrics.jsonl``         one line of strict JSON per round, complete and flushed
+    ``clients.parquet``       one row per evaluated client and round, see `log_clients`
+    ``model.safetensors``     the final model, see `save_model`
+    ``examples.safetensors``  what it makes of some test subjects, see `save_examples`
+    ``events.out.*``          TensorBoard scalars
+    ``status.json``           on leaving the context: status ("finished" or "failed"), error (one line or
+                              null), seconds, and rounds, the last one logged
+    ========================  ========================================================================
 
     Parameters
     ----------
@@ -154,6 +152,8 @@ class RunTracker:
         Also write TensorBoard events, one scalar per numeric metric.
     progress : bool
         Show a progress bar, or where the console is no terminal, about twenty lines per run.
+    metric : str
+        Name of the headline metric, of which `log_clients` gets the clients' values.
     console : rich.console.Console, optional
         Where progress goes; standard output by default.
 
@@ -171,6 +171,7 @@ class RunTracker:
         num_rounds: int,
         tensorboard: bool,
         progress: bool,
+        metric: str = "accuracy",
         console: Console | None = None,
     ) -> None:
         self.output_dir = Path(output_dir)
@@ -179,6 +180,10 @@ class RunTracker:
         self._tensorboard = tensorboard
         self._display = _Display(num_rounds, console or Console()) if progress else None
         self._last_round = 0
+        whole, real = pa.int32(), pa.float32()
+        self._schema = pa.schema(
+            {"round": whole, "client": whole, "num_examples": whole, metric: real, "loss": real}.items()
+        )
         self._clients: list[pa.Table] = []
 
     def __enter__(self) -> Self:
@@ -250,24 +255,24 @@ class RunTracker:
             self._display.update(row)
 
     def log_clients(
-        self, round: int, client_ids: ArrayLike, num_examples: ArrayLike, accuracy: ArrayLike, loss: ArrayLike
+        self, round: int, client_ids: ArrayLike, num_examples: ArrayLike, scores: ArrayLike, loss: ArrayLike
     ) -> None:
         """Add one row per client to ``clients.parquet``.
 
-        Its columns are round, client, num_examples (int32), accuracy and loss (float32). It is complete once
-        the context is left, with or without an exception, and in between as of the last half minute.
+        Its columns are round, client, num_examples (int32), the headline metric by its name and loss (float32). It is
+        complete once the context is left, with or without an exception, and in between as of the last half minute.
 
         Parameters
         ----------
         round : int
             The round these results belong to.
-        client_ids, num_examples, accuracy, loss : array_like, shape (n,)
+        client_ids, num_examples, scores, loss : array_like, shape (n,)
             One entry per client; NaN where a client has no test data.
         """
         ids = np.asarray(client_ids)
-        columns = (np.full(len(ids), round), ids, num_examples, accuracy, loss)
+        columns = (np.full(len(ids), round), ids, num_examples, scores, loss)
         arrays = [np.asarray(column) for column in columns]
-        self._clients.append(pa.table(dict(zip(_CLIENTS.names, arrays, strict=True)), schema=_CLIENTS))
+        self._clients.append(pa.table(dict(zip(self._schema.names, arrays, strict=True)), schema=self._schema))
         if time.monotonic() - self._rewritten > _REWRITE_SECONDS:
             self._write_clients()
 
@@ -277,10 +282,20 @@ class RunTracker:
                 pq.write_table(pa.concat_tables(self._clients), temporary)
         self._rewritten = time.monotonic()
 
+    def save_examples(self, examples: Sequence[Example]) -> None:
+        """Write what the final model makes of some test subjects to ``examples.safetensors``."""
+        with self._replacing_tensors(FILE) as temporary:
+            save_examples(temporary, examples)
+
     def save_model(self, state: Mapping[str, Tensor]) -> None:
         """Write the final model, e.g. a ``state_dict()``, to ``model.safetensors``."""
         # clone: safetensors refuses tied weights and views of one storage
         tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
-        with _replacing(self.output_dir / "model.safetensors") as temporary:
+        with self._replacing_tensors("model.safetensors") as temporary:
             save_file(tensors, temporary)
+
+    @contextmanager
+    def _replacing_tensors(self, name: str) -> Iterator[Path]:
+        with _replacing(self.output_dir / name) as temporary:
+            yield temporary
             temporary.chmod((self.output_dir / "config.yaml").stat().st_mode)  # as readable as the other files

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .headline import Headline
 from .report import write_whole
 from .runs import Failure, Run, find_failures, find_runs
 
 _CAPTION = (
-    "Test accuracy in % at the last evaluation, per point of the strategy's grid (conf/hparams). "
+    "{} at the last evaluation, per point of the strategy's grid (conf/hparams). "
     "A point that failed with any seed, or lacks one that others have, loses; of equals the first is taken."
 )
 
@@ -32,7 +33,8 @@ class _Points:
     """One strategy's points on a benchmark."""
 
     strategy: str
-    accuracy: Mapping[int, float]  # mean over seeds
+    headline: Headline | None  # None where no run has finished
+    score: Mapping[int, float]  # the headline, mean over seeds
     seeds: Mapping[int, int]  # how many have finished
     failed: frozenset[int]
     settings: Mapping[int, Mapping[str, Any]]  # what tells a point from the others
@@ -41,17 +43,17 @@ class _Points:
     def best(self) -> int | None:
         """The point to take, None if there is none."""
         most = max(self.seeds.values(), default=0)
-        eligible = sorted(k for k in self.accuracy.keys() - self.failed if self.seeds[k] == most)
-        return max(eligible, key=self.accuracy.__getitem__) if eligible else None  # the first of equals
+        eligible = sorted(k for k in self.score.keys() - self.failed if self.seeds[k] == most)
+        return max(eligible, key=self.score.__getitem__) if eligible else None  # the first of equals
 
     def cell(self, point: int) -> str:
         """What the table says of a point."""
         if point in self.failed:
             return "failed"
-        if point not in self.accuracy:
+        if point not in self.score:
             return "–"
         most = max(self.seeds.values())
-        return f"{100 * self.accuracy[point]:.1f}" + (f" ({n}/{most})" if (n := self.seeds[point]) < most else "")
+        return f"{100 * self.score[point]:.1f}" + (f" ({n}/{most})" if (n := self.seeds[point]) < most else "")
 
     def choice(self) -> str:
         """The settings of the best point, in words."""
@@ -61,7 +63,8 @@ class _Points:
 def choose(folder: Path, console: Console | None = None) -> Path | None:
     """Show the points of the runs below a folder, and write ``points.md`` and ``best.yaml`` there.
 
-    ``best.yaml`` maps benchmark to strategy to ``{point, accuracy, settings}``, for craft_table's ``tuned``.
+    ``best.yaml`` maps benchmark to strategy to ``{point, accuracy, settings}``, for craft_table's ``tuned``; where the
+    runs are judged by another metric, its name stands for accuracy.
 
     Returns
     -------
@@ -73,17 +76,19 @@ def choose(folder: Path, console: Console | None = None) -> Path | None:
     best: dict[str, dict[str, Any]] = {}
     parts = ["# Points"]
     for benchmark, strategies in benchmarks.items():
-        count = 1 + max(point for each in strategies for point in each.accuracy.keys() | each.failed)
-        console.print(_rich_table(benchmark, strategies, count, console.width), "")
-        parts += [f"## {benchmark}", _markdown(strategies, count), _CAPTION]
+        count = 1 + max(point for each in strategies for point in each.score.keys() | each.failed)
+        headlines = dict.fromkeys(each.headline for each in strategies if each.headline)
+        caption = _CAPTION.format(" or ".join(headline.meaning for headline in headlines) or "The metric in %")
+        console.print(_rich_table(benchmark, strategies, count, console.width, caption), "")
+        parts += [f"## {benchmark}", _markdown(strategies, count), caption]
         chosen = {
             each.strategy: {
                 "point": each.best,
-                "accuracy": round(each.accuracy[each.best], 4),
+                each.headline.name: round(each.score[each.best], 4),
                 "settings": dict(each.settings[each.best]),
             }
             for each in strategies
-            if each.best is not None
+            if each.best is not None and each.headline is not None
         }
         if chosen:
             best[benchmark] = chosen
@@ -109,7 +114,8 @@ def _collect(folder: Path) -> dict[str, list[_Points]]:
     found: dict[str, list[_Points]] = {}
     for key in sorted(runs.keys() | failed.keys()):
         points = runs.get(key, {})
-        accuracy = {point: fmean(run.result("accuracy") or 0.0 for run in seeds) for point, seeds in points.items()}
+        score = {point: fmean(run.score for run in seeds) for point, seeds in points.items()}
+        headline = next((seeds[0].headline for seeds in points.values()), None)
         counts = {point: len(seeds) for point, seeds in points.items()}
         settings = {point: seeds[0].strategy[1] for point, seeds in points.items()}
         varied = [
@@ -123,7 +129,7 @@ def _collect(folder: Path) -> dict[str, list[_Points]]:
         }
         benchmark, strategy = key
         found.setdefault(benchmark, []).append(
-            _Points(strategy, accuracy, counts, frozenset(failed.get(key, ())), told)
+            _Points(strategy, headline, score, counts, frozenset(failed.get(key, ())), told)
         )
     return found
 
@@ -135,8 +141,8 @@ def _place(run: Run | Failure) -> Iterator[tuple[tuple[str, str], int]]:
         yield (str(run.config.get("benchmark_name")), name), int(match[1])
 
 
-def _rich_table(benchmark: str, strategies: Sequence[_Points], count: int, width: int) -> Table:
-    table = Table(title=Text(f"Points on {benchmark}", style="bold"), caption=_CAPTION)
+def _rich_table(benchmark: str, strategies: Sequence[_Points], count: int, width: int, caption: str) -> Table:
+    table = Table(title=Text(f"Points on {benchmark}", style="bold"), caption=caption)
     table.box, table.pad_edge, table.padding = box.SIMPLE_HEAD, False, (0, 1, 0, 0)
     table.add_column("strategy", overflow="fold")
     for point in range(count):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from client_apps.config import ClientConfig
 from client_apps.training import TrainResult
 
 T = TypeVar("T")
@@ -51,6 +52,14 @@ class Task(Protocol):
     @property
     def num_clients(self) -> int:
         """Number of clients."""
+
+    @property
+    def seed(self) -> int:
+        """What everything random is drawn from, with the client and the round."""
+
+    @property
+    def client(self) -> ClientConfig:
+        """How clients train and answer."""
 
     @property
     def metric(self) -> str:
@@ -119,3 +128,40 @@ class Task(Protocol):
 
     def summary(self, found: Evaluation) -> dict[str, float]:
         """Return further metrics of the model over all these clients together, as far as `found` has their sums."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A slice of a test subject: what is true and what a model predicts.
+
+    Parameters
+    ----------
+    subject : str
+        Name.
+    client : int
+        Whose subject it is.
+    modality : str
+        Of the image.
+    plane : int
+        Index of the slice.
+    image : ndarray of float32, shape (h, w)
+        Intensities; the lowest is background.
+    truth, prediction : ndarray of bool, shape (3, h, w)
+        Whole tumour, tumour core, enhancing tumour.
+    """
+
+    subject: str
+    client: int
+    modality: str
+    plane: int
+    image: NDArray[np.float32]
+    truth: NDArray[np.bool_]
+    prediction: NDArray[np.bool_]
+
+
+@runtime_checkable
+class Illustrated(Protocol):
+    """A task that can show what its model does."""
+
+    def examples(self, model: nn.Module, count: int) -> Sequence[Example]:
+        """Return at most `count` slices of test subjects, the same ones for the same task, in the same order."""

@@ -144,6 +144,8 @@ def test_overrides_hydra_cannot_compose_are_one_sentence(overrides, words):
         (["tracking.tensorboard=null"], "tracking.tensorboard"),
         (["tracking.udp_loss_delta=-1"], "tracking.udp_loss_delta"),
         (["tracking.udp_norm_delta=much"], "tracking.udp_norm_delta"),
+        (["tracking.examples=-1"], "tracking.examples"),
+        (["tracking.examples=1.5"], "tracking.examples"),
         (["simulation.num_cpus=abc"], "simulation.num_cpus"),
         (["simulation.client_cpus=null"], "simulation.client_cpus"),
         (["simulation.client_gpus=abc"], "simulation.client_gpus"),

@@ -1,11 +1,20 @@
-"""Fairness, rounds to a target, forgetting: against hand-worked values."""
+"""Fairness, rounds to a target, forgetting, stability: against hand-worked values."""
 
 import math
 
 import numpy as np
 import pytest
 
-from experiments.metrics import fairness, forgetting, rounds_to_target
+from experiments.metrics import (
+    fairness,
+    forgetting,
+    rounds_to_target,
+    share_fell,
+    straightness,
+    total_variation,
+    udp,
+    udp_norm,
+)
 
 
 def test_fairness_of_twenty_clients_by_hand():
@@ -65,3 +74,55 @@ def test_steady_progress_forgets_nothing():
 def test_forgetting_needs_finite_values(series):
     with pytest.raises(ValueError, match="finite"):
         forgetting(series, higher_is_better=True)
+
+
+def test_total_variation_and_falls_by_hand():
+    series = [0.5, 0.75, 0.25, 0.25, 0.5]  # up 1/4, down 1/2, level, up 1/4
+    assert total_variation(series) == 1.0
+    assert share_fell(series) == 1 / 4
+
+
+def test_of_a_metric_that_only_rises_the_variation_is_its_gain():
+    series = np.cumsum(np.random.default_rng(0).random(20))
+    assert total_variation(series) == pytest.approx(series[-1] - series[0])
+    assert share_fell(series) == 0
+
+
+def test_udp_by_hand():
+    losses = [2.0, 1.0, 1.5, 1.75, 1.75]  # a fall, rises of 1/2 and 1/4, level
+    assert udp(losses, 0.0) == 2 / 4
+    assert udp(losses, 0.25) == 1 / 4  # more than δ, not δ itself
+    assert udp(losses, 0.5) == 0
+
+
+def test_udp_of_norms_counts_every_round():
+    assert udp_norm([0.0, 1.0, 1.5, 3.0], 1.0) == 2 / 4
+    assert udp_norm([0.0], 0.0) == 0
+
+
+@pytest.mark.parametrize("measure", [total_variation, share_fell, lambda series: udp(series, 0.0)])
+def test_a_single_round_has_none_before_it(measure):
+    assert measure([0.5]) == 0
+
+
+def test_straightness():
+    assert straightness(2.0, 2.0) == 1
+    assert straightness(0.0, 2.0) == 0
+    assert straightness(1.5, 2.0) == 0.75
+    assert straightness(0.0, 0.0) == 1
+    assert straightness(np.nextafter(2.0, 3.0), 2.0) == 1  # rounding
+
+
+@pytest.mark.parametrize("lengths", [(-1.0, 1.0), (math.nan, 1.0), (1.0, math.inf)])
+def test_straightness_needs_lengths(lengths):
+    with pytest.raises(ValueError, match="two finite lengths"):
+        straightness(*lengths)
+
+
+@pytest.mark.parametrize("series", [[], [0.1, math.nan], [math.inf]])
+@pytest.mark.parametrize(
+    "measure", [total_variation, share_fell, lambda series: udp(series, 0.0), lambda series: udp_norm(series, 0.0)]
+)
+def test_stability_needs_finite_values(measure, series):
+    with pytest.raises(ValueError, match="finite"):
+        measure(series)

@@ -114,6 +114,180 @@ def test_markdown_table(runs):
     assert f"python -m experiments.report {runs}" in text
 
 
+def test_runs_of_before_have_none_of_the_newer_tables_and_columns(runs):
+    console = quiet(120)
+    text = report([runs], console=console).read_text(encoding="utf-8")
+    for output in (text, console.file.getvalue(), ",".join(rows(runs)["CRAFT"])):
+        assert not any(word in output for word in ("forgetting", "Forgetting", "F1", "dice", "HD95", "personal"))
+    assert [len(axes) for axes in panels(runs)] == [3]
+
+
+def panels(folder):
+    """Return the axes of each setting's curves."""
+    figure = figure_of(group_runs(find_runs([folder])[0], None, []))
+    return [part.get_axes() for part in figure.subfigs[:-1]]
+
+
+STABLE = {
+    "forgetting": [0.0, 0.0, 0.1, 0.2],
+    "updatable": [0.0, -0.3, -0.7, -1.0],
+    "zeta": [0.0, -0.3, -0.6, -0.8],
+    "total_variation": [0.0, 0.3, 0.6, 0.7],
+    "share_fell": [0.0, 0.0, 0.0, 0.25],
+    "udp_loss": [None, 0.0, 0.5, 0.4],
+    "udp_norm": [None, 1.0, 1.0, 0.75],
+    "straightness": [None, 1.0, 0.9, 0.625],
+    "path_length": [None, 1.0, 2.0, 3.0],
+    "distance_from_start": [None, 1.0, 1.8, 1.875],
+    "train_loss": [None, 2.0, 1.5, 1.25],
+}
+
+
+def table_of(text, *titles):
+    """Return the rows of the Markdown table that has these titles first, by strategy."""
+    tables = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
+        for part in text.split("\n\n")
+        if part.startswith("| ")
+    ]
+    (found,) = [table for table in tables if tuple(table[0][1 : 1 + len(titles)]) == titles]
+    return {line[0]: dict(zip(found[0], line, strict=True)) for line in found[2:]}
+
+
+def test_forgetting_and_stability_have_a_table_of_their_own(tmp_path):
+    calmer = STABLE | {"forgetting": [0.0, 0.0, 0.0, 0.1], "straightness": [None, 1.0, 1.0, 0.75]}
+    deltas = {"udp_loss_delta": 0.0, "udp_norm_delta": 2.5}
+    write_run(tmp_path / "a", [0.1, 0.4, 0.6, 0.7], config(0, strategy=craft(), tracking=deltas), **STABLE)
+    write_run(tmp_path / "b", [0.1, 0.4, 0.6, 0.7], config(1, strategy=craft(), tracking=deltas), **calmer)
+    write_run(tmp_path / "c", [0.1, 0.2, 0.3, 0.4], config(0))  # of before
+    text = report([tmp_path], console=quiet()).read_text(encoding="utf-8")
+    stability = table_of(text, "forgetting", "updatable", "ζ")
+    assert stability["CRAFT"] == {
+        "strategy": "CRAFT",
+        "forgetting": "15.0 ± 7.1",
+        "updatable": "-100.0 ± 0.0",
+        "ζ": "-80.0 ± 0.0",
+        "fell (%)": "25.0 ± 0.0",
+        "total variation": "70.0 ± 0.0",
+        "UDP loss (%)": "40.0 ± 0.0",
+        "UDP norm (%)": "75.0 ± 0.0",
+        "straightness": "0.69 ± 0.09",
+    }
+    assert set(stability["FedAvg"].values()) == {"FedAvg", "–"}
+    assert "percentage points of the accuracy" in text
+    assert "slow early learning lowers ζ" in text
+    assert "(loss, δ = 0)" in text
+    assert "(norm, δ = 2.5)" in text
+    row = rows(tmp_path)["CRAFT"]
+    assert float(row["forgetting_seed_mean"]) == pytest.approx(0.15)
+    assert float(row["straightness_seed_std"]) == pytest.approx(0.125 / 2**0.5)
+    assert rows(tmp_path)["FedAvg"]["forgetting_seed_mean"] == ""
+    assert [len(axes) for axes in panels(tmp_path)] == [6]
+
+
+def test_less_forgetting_is_better_and_a_low_zeta_is_not(tmp_path):
+    worse = STABLE | {name: [1.0] * 4 for name in STABLE if name not in ("path_length", "distance_from_start")}
+    write_run(tmp_path / "a", [0.1, 0.2, 0.3, 0.4], config(strategy=craft()), **STABLE)
+    write_run(tmp_path / "b", [0.1, 0.2, 0.3, 0.4], config(), **worse)
+    text = report([tmp_path], console=quiet()).read_text(encoding="utf-8")
+    best, other = (table_of(text, "forgetting")[name] for name in ("CRAFT", "FedAvg"))
+    bold = {title for title, cell in best.items() if cell.startswith("**")}
+    assert bold == {"forgetting", "fell (%)", "total variation", "UDP loss (%)", "UDP norm (%)"}
+    assert not any(cell.startswith("**") for cell in other.values())
+    assert "δ as configured" in text  # these runs do not say
+
+
+def segmentation(seed=0, **changes):
+    settings = {
+        "num_clients": 16,
+        "dataset": {"name": "fets2022", "partition": {"kind": "natural"}},
+        "model": {"name": "unet3d"},
+        "target_accuracy": None,
+    }
+    return config(seed, **settings | changes)
+
+
+@pytest.fixture
+def segmented(tmp_path):
+    for name, seed, last in (("craft", 0, 0.75), ("craft", 1, 0.85), ("fedavg", 0, 0.6), ("fedavg", 1, 0.7)):
+        dice = [0.0, 0.3, 0.5, last]
+        classes = {f"dice_{c}": [d - shift for d in dice] for c, shift in (("wt", 0.0), ("tc", 0.05), ("et", 0.1))}
+        distances = {f"hd95{c}": [100.0 * (1 - d) for d in dice] for c in ("", "_wt", "_tc", "_et")}
+        metrics = {"dice": dice, "worst10": dice, "dice_std": [0.1] * 4, **classes, **distances, **STABLE}
+        write_run(tmp_path / name / str(seed), [None] * 4, segmentation(seed, strategy=named(name)), **metrics)
+    return tmp_path
+
+
+def test_segmentation_is_reported_by_dice(segmented):
+    text = report([segmented], against="craft", console=quiet()).read_text(encoding="utf-8")
+    main = table_of(text, "seeds", "Dice", "std over institutions")
+    assert list(main) == ["craft", "fedavg"]
+    assert main["craft"]["Dice"] == "**80.0 ± 7.1**"
+    assert main["fedavg"]["gain of craft (%)"] == "+23.1"
+    assert "Mean Dice of WT, TC, ET in % at the last evaluation, every institution counting equally" in text
+    assert "Target: 72.0 % (90 % of the best result" in text
+    assert "Gain: mean Dice of craft" in text
+    assert "16 institutions, 10 per round, 3 rounds" in text
+    assert "percentage points of the Dice" in text
+    assert "ccuracy," not in text.replace("target_accuracy", "")
+    classes = table_of(text, "Dice WT", "Dice TC", "Dice ET", "HD95 WT", "HD95 TC", "HD95 ET", "HD95 mean")
+    assert classes["craft"]["Dice ET"] == "**70.0 ± 7.1**"
+    assert classes["craft"]["HD95 mean"] == "**20.0 ± 7.1**"  # in mm, the lower the better
+    assert classes["fedavg"]["HD95 mean"] == "35.0 ± 7.1"
+    row = rows(segmented)["craft"]
+    assert float(row["dice_seed_mean"]) == pytest.approx(0.8)
+    assert float(row["hd95_seed_mean"]) == pytest.approx(20.0)
+    assert "accuracy_seed_mean" not in row
+
+
+def test_accuracy_and_dice_share_a_report(segmented):
+    write_run(segmented / "digits", [0.1, 0.2, 0.3, 0.4], config(strategy=named("alone")), macro_f1=[0, 0, 0, 0.25])
+    text = report([segmented], console=quiet()).read_text(encoding="utf-8")
+    table = rows(segmented)
+    assert float(table["alone"]["accuracy_seed_mean"]) == 0.4
+    assert float(table["alone"]["macro_f1_seed_mean"]) == 0.25
+    assert table["alone"]["dice_seed_mean"] == table["craft"]["accuracy_seed_mean"] == ""
+    assert table_of(text, "seeds", "accuracy")["alone"]["macro F1"] == "25.0"
+    assert "macro F1" not in table_of(text, "seeds", "Dice")["craft"]
+    assert [len(axes) for axes in panels(segmented)] in ([3, 6], [6, 3])
+
+
+def test_personal_dice_is_compared_where_all_have_it(segmented):
+    for name, last in (("craft", 0.9), ("fedavg", 0.6)):
+        changes = {"client": {"ditto_lambda": 1.0}, "strategy": named(name)}
+        personal = {"personal_dice": [0.0, 0.1, 0.2, last], "dice": [0.0, 0.1, 0.2, 0.3]}
+        write_run(
+            segmented / f"ditto/{name}", [None] * 4, segmentation(num_rounds=3, num_clients=5, **changes), **personal
+        )
+    text = report([segmented / "ditto"], against="craft", console=quiet()).read_text(encoding="utf-8")
+    assert table_of(text, "seeds", "Dice")["fedavg"]["gain of craft (%)"] == "+50.0"
+    assert "Gain: mean personal Dice of craft" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_terminal_shows_every_title_and_number_whole(segmented, width):
+    console = quiet(width)
+    report([segmented], against="craft", console=console)
+    lines = console.file.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines if not line.startswith("Wrote"))
+    words = set(console.file.getvalue().split())
+    titles = "Forgetting stability forgetting updatable ζ fell (%) total variation UDP loss norm straight- ness"
+    assert words >= {*titles.split(), "institutions", "Dice", "HD95", "WT", "TC", "ET", "mean", "(Holm)", "gain"}
+    assert words >= {"20.0", "-100.0", "0.62", "80.0", "7.1", "+23.1"}
+    assert not any("…" in word for word in words)
+
+
+def test_a_table_too_wide_is_shared_out_evenly(tmp_path):
+    """Eight columns do not fit into 80 characters: two tables of four, not of seven and of one."""
+    for seed in range(2):
+        large = {name: [1234.5] * 4 for name in STABLE}
+        write_run(tmp_path / str(seed), [0.1, 0.2, 0.3, 0.4], config(seed), **large)
+    console = quiet(80)
+    report([tmp_path], console=console)
+    heads = [line for line in console.file.getvalue().splitlines() if line.startswith(" strategy")]
+    assert [len(line.split()) for line in heads[1:]] == [5, 7]  # with "loss (%)" and "norm (%)"
+
+
 def test_curves_are_a_wide_png(runs):
     report([runs], console=quiet())
     png = (runs / "curves.png").read_bytes()

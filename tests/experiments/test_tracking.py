@@ -124,6 +124,13 @@ def test_clients_parquet(tmp_path):
     }
 
 
+def test_the_clients_column_is_named_after_the_metric(tmp_path):
+    with RunTracker(tmp_path, config=CONFIG, num_rounds=1, tensorboard=False, progress=False, metric="dice") as run:
+        run.log_clients(1, [0], [10], [0.5], [1.0])
+    table = pq.read_table(tmp_path / "clients.parquet")
+    assert table.to_pydict() == {"round": [1], "client": [0], "num_examples": [10], "dice": [0.5], "loss": [1.0]}
+
+
 def test_clients_parquet_is_complete_at_every_rewrite(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.tracking._REWRITE_SECONDS", -1.0)  # always due
     with tracker(tmp_path) as run:
@@ -180,6 +187,13 @@ def test_progress_without_a_terminal_is_about_twenty_lines(tmp_path):
     assert "accuracy 90.0%  worst10 12.5%  loss 0.500 (round 90)" in lines[-4]
     assert lines[-2] == "finished  accuracy 100.0%  worst10 12.5%  loss 0.500; results in"
     assert lines[-1] == str(tmp_path.resolve())
+
+
+def test_progress_of_segmentation_shows_dice(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with tracker(tmp_path, num_rounds=1, progress=True, console=console) as run:
+        run.log_round({"round": 1, "dice": 0.5, "worst10": 0.25, "hd95": 12.34})
+    assert "  Dice 50.0%  worst10 25.0%  HD95 12.3 mm" in console.file.getvalue()
 
 
 def test_in_a_narrow_terminal_the_round_stays(tmp_path):

@@ -1,0 +1,122 @@
+"""Stability: how the global model moves, and what it forgets, from round to round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.common import Parameters
+from numpy.typing import NDArray
+
+from strategies import LayerMap
+from strategies.options import is_real
+from strategies.updates import decode_all
+
+from .metrics import forgetting, share_fell, straightness, total_variation, udp, udp_norm
+
+Arrays = list[NDArray[Any]]
+
+
+class Stability:
+    """Measures the way of the global model from its start, one round after the other.
+
+    θ is the trainable floating-point tensors; running statistics and counters do not count. Everything is counted over
+    what this object has seen: in a run that was resumed, from where it was resumed.
+
+    A round costs one decoding of the model, as views, and two passes over its tensors, in float64 with a temporary of
+    the size of one tensor: about 10 ns a parameter. The models of the start and of the last round stay in memory.
+
+    Parameters
+    ----------
+    layers : LayerMap, optional
+        Which tensors are trainable; by default those that are floating-point.
+    metric : str
+        Name of the headline metric in a round's record; higher is better.
+    udp_loss_delta, udp_norm_delta : float
+        δ of `experiments.metrics.udp`, in the units of the loss, and of `udp_norm`, in those of the weights.
+    """
+
+    def __init__(self, layers: LayerMap | None, metric: str, *, udp_loss_delta: float, udp_norm_delta: float) -> None:
+        self._layers = layers
+        self._metric = metric
+        self._loss_delta = udp_loss_delta
+        self._norm_delta = udp_norm_delta
+        self._parameters: Parameters | None = None  # θ_r
+        self._start: Arrays = []
+        self._now: Arrays = []
+        self._distance = 0.0
+        self._steps: list[float] = []
+        self._losses: list[float] = []
+        self._scores: list[float] = []
+
+    def start(self, parameters: Parameters) -> None:
+        """Take θ_0; of several calls the first counts."""
+        if self._parameters is None:
+            self._start = self._now = self._trainable(parameters)
+            self._parameters = parameters
+
+    def measure(self, parameters: Parameters | None, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return what is to be added to a round's record.
+
+        Parameters
+        ----------
+        parameters : Parameters or None
+            θ_r, the global model after the round: in a failed round that of before, a step of length 0. None, and θ_0
+            where `start` was not called before, leave out all that needs two models.
+        record : mapping
+            The round's record: its `round`, 0 being the model before all training, the clients' aggregated
+            `train_loss`, and the headline metric where the round was evaluated.
+
+        Returns
+        -------
+        dict
+            From round 1 on `step_norm`, ‖θ_r − θ_{r−1}‖, `path_length`, the sum of these, `distance_from_start`,
+            ‖θ_r − θ_0‖, `straightness` and `udp_norm`; `udp_loss` once a loss was reported; in an evaluated round
+            `forgetting`, `updatable`, `zeta`, `total_variation` and `share_fell` of the headline metric. All are those
+            of the rounds so far.
+        """
+        found: dict[str, float] = {}
+        if record["round"] and parameters is not None and self._parameters is not None:
+            step = self._move(parameters)
+            self._steps.append(step)
+            length = math.fsum(self._steps)
+            found |= {"step_norm": step, "path_length": length, "distance_from_start": self._distance}
+            found["straightness"] = straightness(self._distance, length)
+            found["udp_norm"] = udp_norm(self._steps, self._norm_delta)
+        elif parameters is not None:
+            self.start(parameters)
+        if is_real(record.get("train_loss")):
+            self._losses.append(float(record["train_loss"]))
+        if self._losses:
+            found["udp_loss"] = udp(self._losses, self._loss_delta)
+        if is_real(record.get(self._metric)):
+            self._scores.append(float(record[self._metric]))
+            found |= forgetting(self._scores, higher_is_better=True)._asdict()
+            found["total_variation"] = total_variation(self._scores)
+            found["share_fell"] = share_fell(self._scores)
+        return found
+
+    def _move(self, parameters: Parameters) -> float:
+        """Go on to the next model, and return the length of the step."""
+        if parameters is self._parameters:
+            return 0.0
+        before, self._now, self._parameters = self._now, self._trainable(parameters), parameters
+        self._distance = _distance(self._now, self._start)
+        return self._distance if before is self._start else _distance(self._now, before)
+
+    def _trainable(self, parameters: Parameters) -> Arrays:
+        """Decode a model as views, and return those of its trainable tensors."""
+        arrays = decode_all(parameters)
+        self._layers = LayerMap.from_arrays(arrays) if self._layers is None else self._layers.for_arrays(arrays)
+        return [arrays[t] for t in self._layers.indices("trainable")]
+
+
+def _distance(one: Arrays, other: Arrays) -> float:
+    """Return the Euclidean distance of two models, summed up in float64 tensor by tensor."""
+    squares = []
+    for a, b in zip(one, other, strict=True):
+        difference = np.asarray(np.subtract(a, b, dtype=np.float64))  # of 0-d arrays NumPy returns a scalar
+        squares.append(float(np.square(difference, out=difference).sum()))
+    return math.sqrt(math.fsum(squares))
