@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from client_apps import data, models
-from client_apps.config import ClientConfig, DatasetConfig, choice, integer, read
+from client_apps.config import DatasetConfig, choice, integer, read
 from client_apps.data.partition import partition
 from client_apps.data.transforms import Normalise, random_crop_flip
 from client_apps.errors import ConfigError
 from client_apps.stacked_linear import StackedLinearNetwork
 from client_apps.tasks.base import Evaluation, SplitName, quotient
-from client_apps.training import TrainResult, find_device, isolated_rng, local_sgd, seed_of
+from client_apps.tasks.dealt import DealtTask, Split
+from client_apps.training import SGD, TrainResult, isolated_rng, local_sgd, seed_of
 from client_apps.vectorized import VectorizedTraining, Work, obstacle
 
 T = TypeVar("T")
@@ -28,14 +29,7 @@ T = TypeVar("T")
 _PERSONAL = 1
 
 
-class Split(NamedTuple):
-    """Sample indices of one client."""
-
-    train: NDArray[np.int64]
-    test: NDArray[np.int64]
-
-
-class ClassificationTask:
+class ClassificationTask(DealtTask[NDArray[np.int64]]):
     """A data set dealt to clients, a model, and how each client trains and tests it.
 
     Constructing checks the configuration and reads no data; the data is read when first needed.
@@ -54,21 +48,12 @@ class ClassificationTask:
     """
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
-        for key in ("seed", "num_clients", "dataset", "model", "client"):
-            if key not in cfg:
-                raise ConfigError(f"{key} is missing; set it in the configuration.")
-        integer("seed", cfg["seed"], 0)
-        integer("num_clients", cfg["num_clients"], 1)
-        self.seed: int = cfg["seed"]
-        self.num_clients: int = cfg["num_clients"]
-        self.data_dir: str | None = cfg.get("data_dir")
+        super().__init__(cfg)
         self.dataset = read(DatasetConfig, cfg["dataset"], "dataset")
-        self.client = read(ClientConfig, cfg["client"], "client")
         self.eval_batch_size: int = (cfg.get("evaluation") or {}).get("batch_size", 1024)
         integer("evaluation.batch_size", self.eval_batch_size, 1)
-        choice("dataset.name", self.dataset.name, data.SOURCES)
+        choice("dataset.name", self.dataset.name, [*data.SOURCES, "fets2022"])
         self.source = data.SOURCES[self.dataset.name]
-        self._model_config = cfg["model"]
         self.metric = "accuracy"
         self.sums = ("correct", "class_counts")
         self.vectorized: bool = self._vectorizes(self.new_model())  # new_model refuses a model that does not fit
@@ -92,24 +77,6 @@ class ClassificationTask:
                 side=self.source.side,
                 num_classes=self.source.num_classes,
             )
-
-    @cached_property
-    def device(self) -> torch.device:
-        """Where models are trained and evaluated."""
-        return find_device(self.client.device)
-
-    def train_size(self, cid: int) -> int:
-        """Size of a client's training split, at least 1."""
-        return len(self._split(cid).train)
-
-    def test_size(self, cid: int) -> int:
-        """Size of a client's test split, possibly 0."""
-        return len(self._split(cid).test)
-
-    @property
-    def personal(self) -> bool:
-        """Whether clients train a personal model, too: `client.ditto_lambda` is set."""
-        return self.client.ditto_lambda is not None
 
     def train(self, model: nn.Module, cid: int, server_round: int, proximal_mu: float = 0.0) -> TrainResult:
         """Train the model in place on a client's training split.
@@ -304,7 +271,7 @@ class ClassificationTask:
         return data.load(self.dataset.name, self.data_dir, self.dataset.hub)
 
     @cached_property
-    def _splits(self) -> list[Split]:
+    def _splits(self) -> list[Split[NDArray[np.int64]]]:
         parts = partition(
             self._samples.labels,
             self._samples.owners,
@@ -314,21 +281,9 @@ class ClassificationTask:
         )
         return [self._split_locally(cid, part) for cid, part in enumerate(parts)]
 
-    def _split_locally(self, cid: int, part: NDArray[np.int64]) -> Split:
-        """Hold out the rounded test_fraction, at least 1 of 2 or more, and leave at least 1 to train on."""
-        shuffled = np.random.default_rng([self.seed, cid]).permutation(part)[: self.dataset.max_samples]
-        held_out = 0
-        if self.dataset.test_fraction > 0 and len(shuffled) >= 2:
-            held_out = min(max(round(len(shuffled) * self.dataset.test_fraction), 1), len(shuffled) - 1)
-        return Split(train=np.sort(shuffled[held_out:]), test=np.sort(shuffled[:held_out]))
-
-    def _split(self, cid: int) -> Split:
-        if not 0 <= cid < self.num_clients:
-            raise ConfigError(
-                f"There is no client {cid}: num_clients={self.num_clients}, numbered from 0; "
-                "raise num_clients or use a smaller number."
-            )
-        return self._splits[cid]
+    def _split_locally(self, cid: int, part: NDArray[np.int64]) -> Split[NDArray[np.int64]]:
+        split = self._hold_out(cid, len(part), self.dataset.max_samples, self.dataset.test_fraction)
+        return Split(*(part[positions] for positions in split))
 
     def _vectorizes(self, model: nn.Module) -> bool:
         if self.client.vectorize == "auto":
@@ -368,22 +323,13 @@ class ClassificationTask:
         )
 
     def _sgd_options(self, server_round: int, proximal_mu: float = 0.0) -> dict[str, Any]:
-        options = self.client
-        return {
-            "lr": options.lr * options.lr_decay ** (server_round - 1),
-            "momentum": options.momentum,
-            "weight_decay": options.weight_decay,
-            "epochs": options.local_epochs,
-            "batch_size": options.batch_size,
-            "proximal_mu": proximal_mu,
-        }
+        return self._options(self._sgd(server_round, proximal_mu), self.client.local_epochs)
 
     def _ditto_options(self, server_round: int) -> dict[str, Any]:
-        strength, epochs = self.client.ditto_lambda, self.client.ditto_epochs
-        if strength is None:
-            raise ConfigError("Personal models are trained only where client.ditto_lambda is a number; set it.")
-        options = self._sgd_options(server_round, strength)
-        return options if epochs is None else {**options, "epochs": epochs}
+        return self._options(*self._ditto(server_round))
+
+    def _options(self, sgd: SGD, epochs: int) -> dict[str, Any]:
+        return {**sgd._asdict(), "epochs": epochs, "batch_size": self.client.batch_size}
 
     def _work(self, cid: int, server_round: int, *stream: int) -> Work:
         return Work(*self._tensors(self._split(cid).train), seed=seed_of(self.seed, cid, server_round, *stream))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from client_apps import models
-from client_apps.config import ClientConfig, integer, read
+from client_apps.config import read
 from client_apps.data import fets2022
 from client_apps.data.fets2022 import CLASSES, FetsConfig, Patches, Subject
 from client_apps.errors import ConfigError
 from client_apps.tasks.base import Evaluation, Example, SplitName, quotient
-from client_apps.training import SGD, TrainResult, descend, find_device, isolated_rng, seed_of
+from client_apps.tasks.dealt import DealtTask, Split
+from client_apps.training import SGD, TrainResult, descend, isolated_rng, seed_of
 
 T = TypeVar("T")
 
@@ -35,14 +36,7 @@ _PERSONAL = 1
 _MIXED = 8
 
 
-class Split(NamedTuple):
-    """Subjects of one client."""
-
-    train: tuple[str, ...]
-    test: tuple[str, ...]
-
-
-class SegmentationTask:
+class SegmentationTask(DealtTask[tuple[str, ...]]):
     """Institutions with their subjects, a U-Net, and how each institution trains and tests it.
 
     Constructing checks the configuration and reads no data; subjects are read when they are needed.
@@ -64,19 +58,10 @@ class SegmentationTask:
     vectorized = False
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
-        for key in ("seed", "num_clients", "dataset", "model", "client"):
-            if key not in cfg:
-                raise ConfigError(f"{key} is missing; set it in the configuration.")
-        integer("seed", cfg["seed"], 0)
-        integer("num_clients", cfg["num_clients"], 1)
-        self.seed: int = cfg["seed"]
-        self.num_clients: int = cfg["num_clients"]
-        self.data_dir: str | None = cfg.get("data_dir")
+        super().__init__(cfg)
         self.dataset = read(FetsConfig, cfg["dataset"], "dataset")
-        self.client = read(ClientConfig, cfg["client"], "client")
         if self.client.vectorize is True:
             raise ConfigError("client.vectorize=true is not for dataset=fets2022; use client.vectorize=auto.")
-        self._model_config = cfg["model"]
         self.new_model()  # refuses a model that does not fit
         self._loss = DiceFocalLoss(sigmoid=True, gamma=2.0)
         self._subject = lru_cache(maxsize=self.dataset.cache_subjects)(self._load)
@@ -102,24 +87,6 @@ class SegmentationTask:
                 classes=len(CLASSES),
                 patch=self.dataset.patch,
             )
-
-    @cached_property
-    def device(self) -> torch.device:
-        """Where models are trained and evaluated."""
-        return find_device(self.client.device)
-
-    def train_size(self, cid: int) -> int:
-        """Number of a client's training subjects, at least 1."""
-        return len(self._split(cid).train)
-
-    def test_size(self, cid: int) -> int:
-        """Number of a client's test subjects, possibly 0."""
-        return len(self._split(cid).test)
-
-    @property
-    def personal(self) -> bool:
-        """Whether clients train a personal model, too: `client.ditto_lambda` is set."""
-        return self.client.ditto_lambda is not None
 
     def train(self, model: nn.Module, cid: int, server_round: int, proximal_mu: float = 0.0) -> TrainResult:
         """Train the model in place on patches of a client's training subjects.
@@ -165,14 +132,10 @@ class SegmentationTask:
         server_round : int
             Round, from 1.
         """
-        strength, epochs = self.client.ditto_lambda, self.client.ditto_epochs
-        if strength is None:
-            raise ConfigError("Personal models are trained only where client.ditto_lambda is a number; set it.")
-        if epochs is None:
-            epochs = self.client.local_epochs
+        sgd, epochs = self._ditto(server_round)
         seed = seed_of(self.seed, cid, server_round, _PERSONAL)
         center = [tensor.to(self.device) for tensor in center]
-        return self._train(model, cid, seed, epochs, self._sgd(server_round, strength), center)
+        return self._train(model, cid, seed, epochs, sgd, center)
 
     def train_many(
         self,
@@ -309,7 +272,7 @@ class SegmentationTask:
         return fets2022.find_root(self.data_dir, self.dataset.partitioning)
 
     @cached_property
-    def _splits(self) -> list[Split]:
+    def _splits(self) -> list[Split[tuple[str, ...]]]:
         file = self._root / self.dataset.partitioning
         parts = fets2022.institutions(file)
         if len(parts) < self.num_clients:
@@ -319,30 +282,12 @@ class SegmentationTask:
             )
         return [self._split_locally(cid, part) for cid, part in enumerate(parts[: self.num_clients])]
 
-    def _split_locally(self, cid: int, subjects: Sequence[str]) -> Split:
-        """Hold out the rounded test_fraction, at least 1 of 2 or more, and leave at least 1 to train on."""
-        order = np.random.default_rng([self.seed, cid]).permutation(len(subjects))[: self.dataset.max_samples]
-        shuffled = [subjects[index] for index in order]
-        held_out = 0
-        if self.dataset.test_fraction > 0 and len(shuffled) >= 2:
-            held_out = min(max(round(len(shuffled) * self.dataset.test_fraction), 1), len(shuffled) - 1)
-        return Split(train=tuple(sorted(shuffled[held_out:])), test=tuple(sorted(shuffled[:held_out])))
-
-    def _split(self, cid: int) -> Split:
-        if not 0 <= cid < self.num_clients:
-            raise ConfigError(
-                f"There is no client {cid}: num_clients={self.num_clients}, numbered from 0; "
-                "raise num_clients or use a smaller number."
-            )
-        return self._splits[cid]
+    def _split_locally(self, cid: int, subjects: Sequence[str]) -> Split[tuple[str, ...]]:
+        split = self._hold_out(cid, len(subjects), self.dataset.max_samples, self.dataset.test_fraction)
+        return Split(*(tuple(subjects[position] for position in positions) for positions in split))
 
     def _load(self, name: str) -> Subject:
         return fets2022.load(self._root, name, self.dataset.modalities)
-
-    def _sgd(self, server_round: int, proximal_mu: float) -> SGD:
-        options = self.client
-        lr = options.lr * options.lr_decay ** (server_round - 1)
-        return SGD(lr, options.momentum, options.weight_decay, proximal_mu)
 
     def _train(
         self, model: nn.Module, cid: int, seed: int, epochs: int, sgd: SGD, center: Sequence[Tensor] | None
