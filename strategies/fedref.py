@@ -9,6 +9,7 @@ models, the newest heaviest, the next one is (θ_agg/η + λ_g θ_r + λ_ref θ_
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -49,7 +50,8 @@ class FedRef(UpdateStrategy):
     eta : float
         η > 0 of the likelihood's surrogate ‖θ − θ_agg‖²/(2η); only η λ_g and η λ_ref matter with the closed form.
     ref_every, ref_growth, ref_max : int, float, float
-        λ_ref is multiplied by `ref_growth` ≥ 1 after every `ref_every` rounds, up to `ref_max`.
+        λ_ref is multiplied by `ref_growth` ≥ 1 after every `ref_every` rounds; it never exceeds `ref_max` (None: no
+        cap), which holds from the first round on.
     gate : {"always", "loss"}
         Fine-tune in every round, or only where the clients' mean `train_loss`, which is needed then, has risen by more
         than `gate_delta` over the last finished round; other rounds are FedAvg's.
@@ -97,7 +99,7 @@ class FedRef(UpdateStrategy):
         eta: float = 1.0,
         ref_every: int = 10,
         ref_growth: float = 1.0,
-        ref_max: float = 1.0,
+        ref_max: float | None = None,
         gate: Literal["always", "loss"] = "always",
         gate_delta: float = 0.0,
         solver: Literal["closed", "gradient"] = "closed",
@@ -117,8 +119,7 @@ class FedRef(UpdateStrategy):
         require("eta", eta, "a number above 0", is_real(eta) and eta > 0)
         require("ref_every", ref_every, "an integer of at least 1", is_count(ref_every))
         require("ref_growth", ref_growth, "a number of at least 1", is_real(ref_growth) and ref_growth >= 1)
-        fine = is_real(ref_max) and ref_max >= lambda_ref
-        require("ref_max", ref_max, f"a number of at least lambda_ref={lambda_ref!r}", fine)
+        require("ref_max", ref_max, "a number of at least 0", ref_max is None or (is_real(ref_max) and ref_max >= 0))
         require_choice("gate", gate, GATES)
         require_choice("solver", solver, SOLVERS)
         require("server_steps", server_steps, "an integer of at least 1", is_count(server_steps))
@@ -130,7 +131,7 @@ class FedRef(UpdateStrategy):
         self.eta = float(eta)
         self.ref_every = int(ref_every)
         self.ref_growth = float(ref_growth)
-        self.ref_max = float(ref_max)
+        self.ref_max = None if ref_max is None else float(ref_max)
         self.gate = gate
         self.gate_delta = float(gate_delta)
         self.solver = solver
@@ -152,21 +153,24 @@ class FedRef(UpdateStrategy):
         elif any(part is not None for part in parts):
             raise ValueError("proxy_model, proxy_data and proxy_loss are only used with likelihood='proxy'; set it.")
         if solver == "gradient" and self._proxy is None:
-            highest = self.ref_max if self.ref_growth > 1 else self.lambda_ref
+            highest = self.lambda_in(1) if ref_growth == 1 else self._highest
             limit = fedref.largest_step(eta=self.eta, lambda_global=self.lambda_global, lambda_ref=highest)
-            wanted = (
-                f"below {limit:.4g}, or gradient steps of this objective diverge (2/(1/eta + lambda_global + λ_ref))"
-            )
+            wanted = f"below 2/(1/eta + lambda_global + λ_ref), {limit:.4g} where λ_ref={highest:.4g}, or steps diverge"
             require("server_lr", server_lr, wanted, server_lr < limit)
+
+    @property
+    def _highest(self) -> float:
+        """The cap of λ_ref, or what numbers can hold."""
+        return sys.float_info.max if self.ref_max is None else self.ref_max
 
     def lambda_in(self, number: int) -> float:
         """Return λ_ref of round `number`, from 1: min(ref_max, lambda_ref · ref_growth^⌊(number − 1)/ref_every⌋)."""
-        if self.lambda_ref == 0:
+        if not self.lambda_ref or not self._highest:
             return 0.0
         steps = (number - 1) // self.ref_every
         # By logarithms, as the power may exceed every float long after the cap is reached.
-        if steps * math.log(self.ref_growth) >= math.log(self.ref_max / self.lambda_ref):
-            return self.ref_max if self.ref_growth > 1 else self.lambda_ref
+        if steps * math.log(self.ref_growth) >= math.log(self._highest) - math.log(self.lambda_ref):
+            return self._highest
         return self.lambda_ref * self.ref_growth**steps
 
     def step_size(self, number: int) -> float:

@@ -169,7 +169,7 @@ def test_the_solver_names_a_bad_option(options, named):
 @pytest.mark.parametrize("eta", [0.5, 1.0])
 def test_rounds_follow_the_formula(window, eta, device):
     start = model()
-    options = {"window": window, "lambda_global": 0.3, "lambda_ref": 0.7, "ref_max": 0.7, "eta": eta}
+    options = {"window": window, "lambda_global": 0.3, "lambda_ref": 0.7, "eta": eta}
     found, told = rounds(strategy(start, device=device, **options), start, 8)
     expected = simulated(start, 8, window=window, lambda_global=0.3, lambda_of=lambda _: 0.7, eta=eta)
     for a, b in zip(found, expected, strict=True):
@@ -271,6 +271,10 @@ def test_the_schedule_by_hand():
     assert [s.lambda_in(n) for n in (1, 10, 11, 20)] == pytest.approx([1e-3, 1e-3, 1e-2, 1e-2])
     assert [s.lambda_in(n) for n in (21, 30, 10**9)] == [0.05] * 3  # capped, not overflowing
     assert FedRef(lambda_ref=0.2, ref_growth=1.0, ref_max=9.0).lambda_in(10**6) == 0.2
+    assert FedRef(lambda_ref=1e6).lambda_in(1) == FedRef(lambda_ref=1e6).lambda_in(500) == 1e6  # no cap by default
+    assert FedRef(lambda_ref=0.2, ref_max=0.05).lambda_in(1) == 0.05
+    assert FedRef(lambda_ref=0.2, ref_max=0.0).lambda_in(1) == 0.0
+    assert math.isfinite(FedRef(lambda_ref=0.2, ref_growth=10.0).lambda_in(10**9))
     assert FedRef(lambda_ref=0.0, ref_growth=10.0).lambda_in(100) == 0.0
 
 
@@ -496,13 +500,14 @@ def test_a_proxy_loss_that_is_not_finite_fails_the_round():
         ({"eta": 0}, "eta=0"),
         ({"ref_every": 0}, "ref_every=0"),
         ({"ref_growth": 0.5}, "ref_growth=0.5"),
-        ({"lambda_ref": 2.0, "ref_max": 1.0}, "ref_max=1.0 must be a number of at least lambda_ref=2.0"),
+        ({"ref_max": -1.0}, "ref_max=-1.0 must be a number of at least 0"),
         ({"gate": "never"}, "gate='never' is unknown"),
         ({"gate_delta": -1}, "gate_delta=-1"),
         ({"solver": "newton"}, "solver='newton'"),
         ({"server_steps": 0}, "server_steps=0"),
         ({"solver": "gradient", "lambda_global": 9.0}, "server_lr=1.0 must be below"),
         ({"solver": "gradient", "ref_growth": 2.0, "ref_max": 9.0}, "server_lr=1.0 must be below"),
+        ({"solver": "gradient", "ref_growth": 2.0}, "server_lr=1.0 must be below"),
         ({"likelihood": "true"}, "likelihood='true'"),
         ({"likelihood": "proxy"}, "solver='closed' must be gradient"),
         ({"likelihood": "proxy", "solver": "gradient"}, "proxy_model=None"),
