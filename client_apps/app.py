@@ -144,7 +144,7 @@ class TaskClient(Client):
             `step_weight` (see `client_apps.training.TrainResult`) and `partition_id`. Where asked for
             `initial_loss`, the received model's mean cross-entropy on the whole training split, without augmentation
             or dropout. With Ditto `personal_loss`, the personal training's own `train_loss`. Where
-            `client.stale_probability` is above 0 also `stale`: 1 where the arrays are the global model received the
+            `client.stale_update` is above 0 also `stale`: 1 where the arrays are the global model received the
             last time instead of the trained one, else 0. All else is then as if they were the trained ones.
 
         Raises
@@ -204,7 +204,7 @@ class TaskClient(Client):
 
     def _last(self, model: nn.Module, server_round: int) -> list[bytes] | None:
         """Return the global model received the last time, where it is the one to answer with."""
-        if not stale.drawn(self.task.client.stale_probability, self.task.seed, self.cid, server_round):
+        if not stale.drawn(self.task.client.stale_update, self.task.seed, self.cid, server_round):
             return None
         found = stale.load(self.state, model.state_dict(), self.cid)
         return None if found is None else _encode(found)
@@ -304,7 +304,7 @@ def _received(task: Task, parameters: Parameters) -> nn.Module:
 
 def _record(task: Task, model: nn.Module, ins: FitIns) -> ArrayRecord | None:
     """Return what to keep of the model just received; nothing where no answer can be stale."""
-    if not task.client.stale_probability:
+    if not task.client.stale_update:
         return None
     state = model.state_dict()
     return kept.record(state, list(state.values()), ins.parameters.tensors)

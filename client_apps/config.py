@@ -190,7 +190,7 @@ class ClientConfig:
         it; None is without.
     ditto_epochs : int or None
         Passes over the training split for the personal model; None is local_epochs. Unused without ditto_lambda.
-    stale_probability : float or None
+    stale_update : float or None
         How likely a client answers a round with the global model of the last time it was sampled instead of its
         trained one, in [0, 1], None being 0; see `client_apps.stale`.
     """
@@ -205,7 +205,7 @@ class ClientConfig:
     vectorize: bool | str = "auto"
     ditto_lambda: float | None = None
     ditto_epochs: int | None = None
-    stale_probability: float | None = None
+    stale_update: float | None = None
 
     def __post_init__(self) -> None:
         positive("client.lr", self.lr)
@@ -220,5 +220,5 @@ class ClientConfig:
             at_least_zero("client.ditto_lambda", self.ditto_lambda)
         if self.ditto_epochs is not None:
             integer("client.ditto_epochs", self.ditto_epochs, 1)
-        if self.stale_probability is not None:
-            fraction("client.stale_probability", self.stale_probability)
+        if self.stale_update is not None:
+            fraction("client.stale_update", self.stale_update)

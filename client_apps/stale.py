@@ -36,4 +36,4 @@ def drawn(probability: float | None, seed: int, cid: int, server_round: int) -> 
 
 def load(state: RecordDict, like: Mapping[str, Tensor], cid: int) -> list[Tensor] | None:
     """Read the global model of the last time, as `kept.load`."""
-    return kept.load(state, KEY, like, cid, what="stale model", remedy="client.stale_probability=null")
+    return kept.load(state, KEY, like, cid, what="stale model", remedy="client.stale_update=null")

@@ -27,6 +27,7 @@ from .window import KIND, ModelWindow, check_window
 GATES = ("always", "loss")
 SOLVERS = ("closed", "gradient")
 LIKELIHOODS = ("surrogate", "proxy")
+_PROXY_LR = 0.01
 
 
 class FedRef(UpdateStrategy):
@@ -37,6 +38,9 @@ class FedRef(UpdateStrategy):
     With the closed form, η and the λ say how far the next model lies from the aggregate: a = (1/η)/(1/η + λ_g + λ_ref)
     of the aggregated update is kept, and the model goes the share b = λ_ref/(1/η + λ_g + λ_ref) of the way from θ_r to
     θ_ref. `reference_ratio` in the metrics is what that means in a round: ‖b(θ_ref − θ_r)‖ / ‖a Σρ_i g_i‖.
+
+    The window is in `state_dict()` with everything else, and so in memory while a run is saved or resumed, also where
+    it lies on disk otherwise.
 
     Parameters
     ----------
@@ -61,9 +65,10 @@ class FedRef(UpdateStrategy):
         The minimiser itself, or `server_steps` gradient steps of length `server_lr` from the aggregate.
     server_steps : int
         Gradient steps a round.
-    server_lr : float
+    server_lr : float, optional
         With `solver="gradient"` the length of a gradient step; below 2/(1/η + λ_g + λ_ref) they converge to the closed
-        form. With the closed form as for every strategy: θ_r moves by this share of the way to the estimate.
+        form. By default half of that at the highest λ_ref, and .01 with proxy data. With the closed form as for every
+        strategy: θ_r moves by this share of the way to the estimate, by default 1.
     server_lr_decay : float
         Factor on `server_lr` per round.
     likelihood : {"surrogate", "proxy"}
@@ -71,7 +76,7 @@ class FedRef(UpdateStrategy):
         `solver="gradient"`; η is not used).
     proxy_model : torch.nn.Module
         For `likelihood="proxy"`: a model whose state_dict has the exchanged tensors in their order. It is overwritten,
-        and used in the mode (train, eval) it is in.
+        and used in the mode (train, eval) and on the device it is in; elsewhere than `device` each step moves a model.
     proxy_data : iterable
         Its batches, one a step, from the beginning in every round and again when they end; e.g. a DataLoader. One that
         shuffles is seeded by the round.
@@ -104,7 +109,7 @@ class FedRef(UpdateStrategy):
         gate_delta: float = 0.0,
         solver: Literal["closed", "gradient"] = "closed",
         server_steps: int = 10,
-        server_lr: float = 1.0,
+        server_lr: float | None = None,
         likelihood: Literal["surrogate", "proxy"] = "surrogate",
         proxy_model: nn.Module | None = None,
         proxy_data: Iterable[Any] | None = None,
@@ -112,10 +117,11 @@ class FedRef(UpdateStrategy):
         window_memory_mb: float = 4000.0,
         **common: Any,
     ) -> None:
-        super().__init__(server_lr=server_lr, **common)
+        super().__init__(server_lr=1.0 if server_lr is None else server_lr, **common)
         require("window", window, "an integer of at least 1", is_count(window))
-        for name, value in (("lambda_global", lambda_global), ("lambda_ref", lambda_ref), ("gate_delta", gate_delta)):
-            require(name, value, "a number of at least 0", is_real(value) and value >= 0)
+        for name, value in (("lambda_global", lambda_global), ("lambda_ref", lambda_ref)):
+            require(name, value, "a number of at least 0", value == math.inf or (is_real(value) and value >= 0))
+        require("gate_delta", gate_delta, "a number of at least 0", is_real(gate_delta) and gate_delta >= 0)
         require("eta", eta, "a number above 0", is_real(eta) and eta > 0)
         require("ref_every", ref_every, "an integer of at least 1", is_count(ref_every))
         require("ref_growth", ref_growth, "a number of at least 1", is_real(ref_growth) and ref_growth >= 1)
@@ -152,26 +158,37 @@ class FedRef(UpdateStrategy):
             self._proxy = ProxyLikelihood(*parts)
         elif any(part is not None for part in parts):
             raise ValueError("proxy_model, proxy_data and proxy_loss are only used with likelihood='proxy'; set it.")
-        if solver == "gradient" and self._proxy is None:
-            highest = self.lambda_in(1) if ref_growth == 1 else self._highest
-            limit = fedref.largest_step(eta=self.eta, lambda_global=self.lambda_global, lambda_ref=highest)
-            wanted = f"below 2/(1/eta + lambda_global + λ_ref), {limit:.4g} where λ_ref={highest:.4g}, or steps diverge"
-            require("server_lr", server_lr, wanted, server_lr < limit)
+        if solver == "gradient":
+            self._set_server_lr(server_lr)
+
+    def _set_server_lr(self, given: float | None) -> None:
+        """Check the length of gradient steps, or choose it: Newton's step where λ_ref is highest."""
+        if self._proxy is not None:
+            self.server_lr = _PROXY_LR if given is None else self.server_lr
+            return
+        if self.ref_growth > 1 and self.ref_max is None:
+            raise ValueError("ref_max=None must be a number with solver='gradient' and ref_growth above 1.")
+        highest = self.lambda_in(1) if self.ref_growth == 1 else self._highest
+        limit = fedref.largest_step(eta=self.eta, lambda_global=self.lambda_global, lambda_ref=highest)
+        require("solver", self.solver, "closed with an infinite λ, which no gradient step can follow", limit > 0)
+        if given is None:
+            self.server_lr = limit / 2
+            return
+        wanted = f"below 2/(1/eta + lambda_global + λ_ref), {limit:.4g} where λ_ref={highest:.4g}, or steps diverge"
+        require("server_lr", given, wanted, given < limit)
 
     @property
     def _highest(self) -> float:
         """The cap of λ_ref, or what numbers can hold."""
-        return sys.float_info.max if self.ref_max is None else self.ref_max
+        return math.inf if self.ref_max is None else self.ref_max
 
     def lambda_in(self, number: int) -> float:
         """Return λ_ref of round `number`, from 1: min(ref_max, lambda_ref · ref_growth^⌊(number − 1)/ref_every⌋)."""
-        if not self.lambda_ref or not self._highest:
-            return 0.0
-        steps = (number - 1) // self.ref_every
-        # By logarithms, as the power may exceed every float long after the cap is reached.
-        if steps * math.log(self.ref_growth) >= math.log(self._highest) - math.log(self.lambda_ref):
-            return self._highest
-        return self.lambda_ref * self.ref_growth**steps
+        try:
+            grown = self.lambda_ref * self.ref_growth ** ((number - 1) // self.ref_every)
+        except OverflowError:  # long after every cap is reached
+            grown = sys.float_info.max if self.lambda_ref else 0.0
+        return min(grown, self._highest)
 
     def step_size(self, number: int) -> float:
         """Return 1 with gradient steps, whose length `server_lr` is."""
@@ -186,34 +203,46 @@ class FedRef(UpdateStrategy):
             for layer in layers:
                 yield updates.combine(layer, updates.weights).reporting(**report)
             return
+        if self._proxy is not None:
+            directions = self._by_proxy(self._proxy, updates, lambda_ref)
+        elif self.solver == "gradient":
+            directions = (self._by_steps(updates, layer, lambda_ref) for layer in layers)
+        else:
+            directions = self._closed(updates, lambda_ref)
+        for direction in directions:
+            yield direction.reporting(**report)
+
+    def _closed(self, updates: ClientUpdates, lambda_ref: float) -> Iterator[LayerDirection]:
+        """Yield the closed form of each layer, in coordinates around θ_r: one read of the updates makes it."""
         weights = fedref.map_weights(eta=self.eta, lambda_global=self.lambda_global, lambda_ref=lambda_ref)
-        estimates = self._by_proxy if self._proxy is not None else self._by_surrogate
         pull, step = self._scalar(0), self._scalar(0)
-        for layer, (offset, direction) in zip(layers, estimates(updates, lambda_ref), strict=True):
+        layers = updates.layers.layers
+        for layer in layers:
+            offset = self._to_reference(layer)
+            direction = updates.combine(layer, weights.aggregate * updates.weights, offset, weights.reference)
             pull += (weights.reference * torch.linalg.vector_norm(offset)).square()
             step += (weights.aggregate**2 * (updates.weights @ direction.mean_products)).clamp(min=0)
             if layer is layers[-1] and bool(step > 0):  # of the whole model, so told once
-                report["reference_ratio"] = (pull / step).sqrt()
-            yield direction.reporting(**report)
+                direction = direction.reporting(reference_ratio=(pull / step).sqrt())
+            yield direction
 
-    def _by_surrogate(self, updates: ClientUpdates, lambda_ref: float) -> Iterator[tuple[Tensor, LayerDirection]]:
-        """Yield θ_ref − θ_r and the direction of each layer, the likelihood being the parabola around θ_agg."""
-        options = {"eta": self.eta, "lambda_global": self.lambda_global, "lambda_ref": lambda_ref}
-        weights = fedref.map_weights(**options)
-        for layer in updates.layers.layers:
-            offset = self._reference(layer).sub_(self._theta(layer))
-            if self.solver == "closed":
-                # The estimate in coordinates around θ_r; one read of the updates makes mean and estimate.
-                yield offset, updates.combine(layer, weights.aggregate * updates.weights, offset, weights.reference)
-                continue
-            mean = updates.combine(layer, updates.weights).vector
-            zero = torch.zeros_like(mean)
-            found = fedref.descend(mean, zero, offset, steps=self.server_steps, lr=self._server_lr(), **options)
-            yield offset, updates.measure(layer, found)
+    def _by_steps(self, updates: ClientUpdates, layer: Layer, lambda_ref: float) -> LayerDirection:
+        """Return the direction of a layer that gradient steps find, in the same coordinates."""
+        mean = updates.combine(layer, updates.weights).vector
+        found = fedref.descend(
+            mean,
+            torch.zeros_like(mean),
+            self._to_reference(layer),
+            eta=self.eta,
+            lambda_global=self.lambda_global,
+            lambda_ref=lambda_ref,
+            steps=self.server_steps,
+            lr=self._server_lr(),
+        )
+        return updates.measure(layer, found)
 
-    def _by_proxy(self, updates: ClientUpdates, lambda_ref: float) -> Iterator[tuple[Tensor, LayerDirection]]:
-        """Yield the same with gradients of the server's own loss; all layers move together."""
-        assert self._proxy is not None
+    def _by_proxy(self, proxy: ProxyLikelihood, updates: ClientUpdates, lambda_ref: float) -> Iterator[LayerDirection]:
+        """Yield the direction of each layer by gradients of the server's own loss; all layers move together."""
         assert self._model is not None
         layers = updates.layers.layers
         previous = torch.cat([self._theta(layer) for layer in layers])
@@ -221,7 +250,7 @@ class FedRef(UpdateStrategy):
         mean = torch.cat([updates.combine(layer, updates.weights).vector for layer in layers])
         merged = {t: self.merge_buffer(updates, updates.tensors(t)) for t in updates.layers.indices("buffer")}
         merged |= {t: self.merge_counter(updates, updates.tensors(t)) for t in updates.layers.indices("counter")}
-        with self._proxy.likelihood(self._model, merged, seed=self._round) as gradient:
+        with proxy.likelihood(self._model, merged, seed=self._round) as gradient:
             found = fedref.descend_on(
                 gradient,
                 previous + mean,
@@ -233,9 +262,8 @@ class FedRef(UpdateStrategy):
                 lr=self._server_lr(),
             )
         sizes = [layer.size for layer in layers]
-        directions, offsets = torch.split(found - previous, sizes), torch.split(reference - previous, sizes)
-        for layer, direction, offset in zip(layers, directions, offsets, strict=True):
-            yield offset, updates.measure(layer, direction)
+        for layer, direction in zip(layers, torch.split(found - previous, sizes), strict=True):
+            yield updates.measure(layer, direction)
 
     def _fine_tunes(self, updates: ClientUpdates) -> bool:
         if not self._window.full:
@@ -254,6 +282,10 @@ class FedRef(UpdateStrategy):
 
     def _reference(self, layer: Layer) -> Tensor:
         return fedref.reference(self._window.layer(layer)).to(self.device)
+
+    def _to_reference(self, layer: Layer) -> Tensor:
+        """Return θ_ref − θ_r of a layer."""
+        return self._reference(layer).sub_(self._theta(layer))
 
     def _theta(self, layer: Layer) -> Tensor:
         assert self._model is not None

@@ -129,6 +129,12 @@ class Task(Protocol):
     def summary(self, found: Evaluation) -> dict[str, float]:
         """Return further metrics of the model over all these clients together, as far as `found` has their sums."""
 
+    def details(self, found: Evaluation) -> Mapping[str, NDArray[np.float64]]:
+        """Return further metrics of each client by name, each (n,); NaN where it has nothing to test on.
+
+        The names are always the same, and none is `metric` or loss.
+        """
+
 
 @dataclass(frozen=True, eq=False)
 class Example:

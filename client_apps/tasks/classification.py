@@ -266,6 +266,10 @@ class ClassificationTask(DealtTask[NDArray[np.int64]]):
             return {}
         return {"macro_f1": float(np.mean(2 * hits[occurs] / (guessed + held)[occurs]))}
 
+    def details(self, found: Evaluation) -> dict[str, NDArray[np.float64]]:
+        """Return nothing: a client's accuracy is all there is."""
+        return {}
+
     @cached_property
     def _samples(self) -> data.Samples:
         return data.load(self.dataset.name, self.data_dir, self.dataset.hub)

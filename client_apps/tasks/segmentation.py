@@ -220,6 +220,18 @@ class SegmentationTask(DealtTask[tuple[str, ...]]):
             | {f"hd95_{name}": float(value) for name, value in zip(CLASSES, hd95, strict=True)}
         )
 
+    def details(self, found: Evaluation) -> dict[str, NDArray[np.float64]]:
+        """Return means over each client's subjects, (n,); NaN where there are none, or `found` lacks their sums.
+
+        They are `dice_wt`, `dice_tc`, `dice_et`, and in mm `hd95_wt`, `hd95_tc`, `hd95_et`.
+        """
+        unknown = np.full((len(found.num_examples), len(CLASSES)), np.nan)
+        return {
+            f"{kind}_{name}": quotient(found.sums.get(f"{kind}_sum", unknown)[:, column], found.num_examples)
+            for kind in ("dice", "hd95")
+            for column, name in enumerate(CLASSES)
+        }
+
     def examples(self, model: nn.Module, count: int) -> list[Example]:
         """Segment test subjects for pictures: of each, the axial slice with the most of its whole tumour.
 

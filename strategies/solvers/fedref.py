@@ -15,6 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Numbers that are widened to float64 at a time.
+_BLOCK = 2**20
+
 
 class MapWeights(NamedTuple):
     """What the MAP estimate takes of θ_agg, θ_r and θ_ref; the three sum to one."""
@@ -39,7 +42,7 @@ def reference_weights(count: int) -> list[float]:
 
 
 def reference(history: Sequence[Tensor]) -> Tensor:
-    """Return θ_ref = Σ w_i θ_i, the newest model heaviest: one pass over each model, no temporary but the result.
+    """Return θ_ref = Σ w_i θ_i, the newest model heaviest: one pass over each model, a block of numbers at a time.
 
     Parameters
     ----------
@@ -53,12 +56,16 @@ def reference(history: Sequence[Tensor]) -> Tensor:
     Raises
     ------
     ValueError
-        If there is no model.
+        If there is no model, or they differ in shape.
     """
     weights = reference_weights(len(history))
-    total = torch.zeros_like(history[0], dtype=torch.float64)
-    for weight, model in zip(weights, history, strict=True):
-        total.add_(model.to(total.device), alpha=weight)
+    _require_one_shape(*history)
+    total = torch.zeros_like(history[0], dtype=torch.float64, memory_format=torch.contiguous_format)
+    flat, models = total.view(-1), [model.reshape(-1) for model in history]
+    for start in range(0, flat.numel(), _BLOCK):  # a whole model in float64 would be a copy of it for each
+        block = flat[start : start + _BLOCK]
+        for weight, model in zip(weights, models, strict=True):
+            block.add_(model[start : start + _BLOCK].to(block), alpha=weight)
     return total
 
 
@@ -68,16 +75,17 @@ def map_weights(*, eta: float, lambda_global: float, lambda_ref: float) -> MapWe
     Raises
     ------
     ValueError
-        If η is not above 0, or a λ is negative, or one of them is not finite.
+        If η is not above 0 and finite, or a λ is negative or NaN.
     """
     if not (math.isfinite(eta) and eta > 0):
         raise ValueError(f"eta={eta!r} must be a finite number above 0.")
     for name, value in (("lambda_global", lambda_global), ("lambda_ref", lambda_ref)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value!r} must be a finite number of at least 0.")
+        if not value >= 0:
+            raise ValueError(f"{name}={value!r} must be a number of at least 0.")
     # As shares of the largest of the three, so that no sum overflows.
-    largest = max(1 / eta, lambda_global, lambda_ref)
-    parts = [x / largest for x in (1 / eta, lambda_global, lambda_ref)]
+    curvatures = (1 / eta, lambda_global, lambda_ref)
+    largest = max(curvatures)
+    parts = [1.0 if x == largest else x / largest if math.isfinite(largest) else 0.0 for x in curvatures]
     total = sum(parts)
     return MapWeights(*(part / total for part in parts))
 
@@ -94,13 +102,14 @@ def map_estimate(
     eta : float
         η > 0: how far the clients' mean loss is trusted; the surrogate's curvature is 1/η.
     lambda_global, lambda_ref : float
-        λ_g, λ_ref ≥ 0. With both 0 the result is θ_agg, bit for bit.
+        λ_g, λ_ref ≥ 0. With both 0 the result is θ_agg, bit for bit; math.inf gives the limit, θ_r or θ_ref.
 
     Raises
     ------
     ValueError
-        If η or a λ is out of range.
+        If η or a λ is out of range, or the shapes differ.
     """
+    _require_one_shape(aggregate, previous, reference)
     weights = map_weights(eta=eta, lambda_global=lambda_global, lambda_ref=lambda_ref)
     result = weights.aggregate * aggregate.to(torch.float64)
     for weight, model in ((weights.previous, previous), (weights.reference, reference)):
@@ -175,6 +184,7 @@ def descend_on(
     -------
     Tensor, float64
     """
+    _require_one_shape(start, previous, reference)
     theta = start.to(torch.float64, copy=True)
     for _ in range(steps):
         gradient = likelihood(theta).to(torch.float64)
@@ -184,3 +194,9 @@ def descend_on(
             gradient = gradient.add(theta - reference, alpha=lambda_ref)
         theta.sub_(gradient, alpha=lr)
     return theta
+
+
+def _require_one_shape(*tensors: Tensor) -> None:
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the models must have one shape, not {' and '.join(map(str, dict.fromkeys(shapes)))}.")

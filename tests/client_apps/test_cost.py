@@ -105,7 +105,9 @@ def measured(client: TaskClient, ins: FitIns) -> tuple[FitRes, Cost]:
     )
 
 
-def costs(task: ClassificationTask, make: Callable[..., UpdateStrategy]) -> dict[tuple[int, int], Cost]:
+def costs(
+    task: ClassificationTask, make: Callable[..., UpdateStrategy], fine_tuned: bool = False
+) -> dict[tuple[int, int], Cost]:
     """Run some rounds of a strategy's own instructions; what each client spends, by round and client."""
     parameters = ndarrays_to_parameters(get_arrays(task.new_model()))
     strategy = make(initial_parameters=parameters, fraction_fit=1.0, device="cpu")
@@ -119,6 +121,7 @@ def costs(task: ClassificationTask, make: Callable[..., UpdateStrategy]) -> dict
         following, metrics = strategy.aggregate_fit(number, results, [])
         assert following is not None
         assert metrics["clients_accepted"] == CLIENTS
+        assert bool(metrics.get("fine_tuned")) == (fine_tuned and number > 1)
         parameters = following
     return found
 
@@ -172,7 +175,7 @@ def test_the_count_is_that_of_the_arithmetic(task: ClassificationTask, fedavg: d
 def test_fedref_costs_a_client_exactly_what_fedavg_does(
     task: ClassificationTask, fedavg: dict[tuple[int, int], Cost]
 ) -> None:
-    assert costs(task, strategies.FedRef) == fedavg
+    assert costs(task, lambda **options: strategies.FedRef(window=1, **options), fine_tuned=True) == fedavg
 
 
 def test_fedprox_costs_a_client_more_in_every_step(

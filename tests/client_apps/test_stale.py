@@ -49,7 +49,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def task(probability: float = 1.0, **changes: Any) -> ClassificationTask:
-    return ClassificationTask(config(client__stale_probability=probability, **changes))
+    return ClassificationTask(config(client__stale_update=probability, **changes))
 
 
 def fit_ins(server_round: int, dtype: type = np.float32, **settings: Any) -> FitIns:
@@ -170,7 +170,7 @@ def test_the_order_of_clients_does_not_matter_nor_who_drew_before(vectorize: Any
 
 
 def test_many_answer_as_each_alone() -> None:
-    cfg = config(num_clients=60, client__stale_probability=0.5, client__momentum=0.5)
+    cfg = config(num_clients=60, client__stale_update=0.5, client__momentum=0.5)
     app, cids = make_client_app(cfg), [3, 0, 41, 4]
     of = ClassificationTask(cfg)
     contexts = [Context(1, 1, {"partition-id": cid}, RecordDict(), {}) for cid in cids]
@@ -225,7 +225,7 @@ class Drift:
     """A task that is no classification: each client moves the model by its number."""
 
     seed, num_clients, vectorized, personal = 7, 3, False, False
-    client = ClientConfig(lr=1.0, batch_size=1, stale_probability=1.0)
+    client = ClientConfig(lr=1.0, batch_size=1, stale_update=1.0)
 
     def new_model(self) -> nn.Module:
         return nn.Linear(2, 1)
@@ -330,14 +330,14 @@ def test_a_damaged_model_is_named_in_a_sentence(vectorize: Any, damage: Any, rea
     before = dict(client.state)
     with pytest.raises(ConfigError, match=f"^The stale model kept by client 3 under fedconcord.stale .*{reason}") as e:
         client.fit(fit_ins(2))
-    assert str(e.value).endswith("or set client.stale_probability=null.")
+    assert str(e.value).endswith("or set client.stale_update=null.")
     assert "\n" not in str(e.value)
     assert str(e.value).count(";") == 1
     assert dict(client.state) == before
 
 
 def test_a_damaged_model_of_one_client_leaves_the_others_of_its_group_as_they_were() -> None:
-    app = make_client_app(config(client__stale_probability=1.0, client__ditto_lambda=1.0))
+    app = make_client_app(config(client__stale_update=1.0, client__ditto_lambda=1.0))
     contexts = [Context(1, 1, {"partition-id": cid}, RecordDict(), {}) for cid in (1, 2)]
     assert app.fit_many(fit_ins(1), contexts) is not None
     contexts[1].state[stale.KEY] = ConfigRecord({})
@@ -368,10 +368,10 @@ def test_a_model_that_has_diverged_is_sent_as_it_is() -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), float("inf"), "0.5", True], ids=repr)
 def test_what_is_no_probability_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^client\.stale_probability must be a number from 0 to 1, not .*\.$"):
+    with pytest.raises(ConfigError, match=r"^client\.stale_update must be a number from 0 to 1, not .*\.$"):
         task(value)
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.0, 0.25, 1.0, None], ids=repr)
 def test_probabilities_are_numbers_from_0_to_1(value: Any) -> None:
-    assert task(value).client.stale_probability == value
+    assert task(value).client.stale_update == value

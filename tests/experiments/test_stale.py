@@ -30,7 +30,7 @@ SMALL = (
     f"num_clients={CLIENTS}", "clients_per_round=6", "num_rounds=5", "evaluation.every=5", "strategy=fedavg",
     "client.lr=0.1", "model.hidden=[16]", "tracking.progress=false", "tracking.tensorboard=false",
 )  # fmt: skip
-SOMETIMES = "client.stale_probability=0.5"
+SOMETIMES = "client.stale_update=0.5"
 
 
 def configured(folder: Path, *overrides: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def test_a_round_counts_its_stale_answers(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_where_all_are_always_stale_fedavg_goes_back_and_forth(tmp_path: Path) -> None:
-    everybody, always = ("clients_per_round=12",), "client.stale_probability=1"
+    everybody, always = ("clients_per_round=12",), "client.stale_update=1"
     models = {}
     for name, overrides in {
         "start": ("num_rounds=1", "client.lr=1e-30"),

@@ -144,8 +144,28 @@ def test_an_infinite_pull_gives_the_reference():
     a, p, r = (torch.randn(100, dtype=torch.float64) for _ in range(3))
     found = fedref.map_estimate(a, p, r, eta=1.0, lambda_global=0.5, lambda_ref=1e300)
     torch.testing.assert_close(found, r, rtol=0, atol=1e-12)
+    assert torch.equal(fedref.map_estimate(a, p, r, eta=1.0, lambda_global=0.5, lambda_ref=math.inf), r)
+    assert torch.equal(fedref.map_estimate(a, p, r, eta=1.0, lambda_global=math.inf, lambda_ref=0.5), p)
     found = fedref.map_estimate(a, p, r, eta=1e-300, lambda_global=1e-5, lambda_ref=0)  # no overflow of 1/eta + ...
     torch.testing.assert_close(found, a)
+
+
+def test_models_of_two_shapes_are_refused():
+    one, other = torch.ones(3), torch.ones(1)
+    options = {"eta": 1.0, "lambda_global": 0.1, "lambda_ref": 0.1}
+    with pytest.raises(ValueError, match=r"one shape, not \(3,\) and \(1,\)"):
+        fedref.reference([one, other])
+    with pytest.raises(ValueError, match="one shape"):
+        fedref.map_estimate(one, other, one, **options)
+    with pytest.raises(ValueError, match="one shape"):
+        fedref.descend(one, one, other, steps=1, lr=0.1, **options)
+
+
+def test_a_reference_of_many_blocks_and_of_any_layout(monkeypatch):
+    monkeypatch.setattr(fedref, "_BLOCK", 7)
+    models = [torch.randn(10, 5, dtype=torch.float64).T for _ in range(3)]
+    found = fedref.reference([m.float() for m in models])
+    torch.testing.assert_close(found, (3 * models[0] + 2 * models[1] + models[2]) / 6, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +173,6 @@ def test_an_infinite_pull_gives_the_reference():
     [
         ({"eta": 0.0}, "eta"), ({"eta": math.inf}, "eta"), ({"eta": math.nan}, "eta"),
         ({"lambda_global": -1.0}, "lambda_global"), ({"lambda_ref": math.nan}, "lambda_ref"),
-        ({"lambda_ref": math.inf}, "lambda_ref"),
     ],
 )  # fmt: skip
 def test_the_solver_names_a_bad_option(options, named):
@@ -188,6 +207,32 @@ def test_gradient_rounds_are_the_closed_form(device):
     assert not np.allclose(few[-1][0], closed[-1][0], rtol=1e-3)
 
 
+def test_gradient_steps_get_shorter_by_the_decay():
+    start = [np.zeros(2, dtype=np.float32)]
+    s = strategy(
+        start, window=1, lambda_global=0.0, lambda_ref=0.5, solver="gradient", server_steps=1, server_lr=0.4,
+        server_lr_decay=0.5,
+    )  # fmt: skip
+    (first,), _ = rounds(s, start, 1)
+    (second,), _ = rounds(s, first, 1, first=2)
+    # θ_ref = θ_r here: one step of .4/2 from θ_agg on .5/2 ‖θ − θ_r‖², whose other half vanishes at θ_agg.
+    sent = trained(first, 3, seed=[1, 2])
+    mean = sum(w * c[0].astype(np.float64) for w, c in zip((1 / 6, 2 / 6, 3 / 6), sent, strict=True))
+    np.testing.assert_allclose(second[0], mean - 0.2 * 0.5 * (mean - first[0]), rtol=1e-6)
+
+
+def test_the_step_by_default():
+    assert FedRef().server_lr == 1.0
+    assert FedRef(solver="gradient", lambda_global=1.0, lambda_ref=2.0).server_lr == pytest.approx(1 / 4)
+    grown = FedRef(solver="gradient", lambda_ref=0.1, ref_growth=10.0, ref_max=4.0)
+    assert grown.server_lr == pytest.approx(1 / 5)
+    start = model()
+    options = {"window": 1, "lambda_global": 3.0, "lambda_ref": 5.0}
+    closed, _ = rounds(strategy(start, **options), start, 4)
+    steps, _ = rounds(strategy(start, solver="gradient", **options), start, 4)
+    assert_close(steps[-1], closed[-1])
+
+
 @pytest.mark.parametrize("solver", KINDS)
 @pytest.mark.parametrize("layers", [False, True])
 def test_without_priors_it_is_fedavg_bit_for_bit(solver, layers):
@@ -210,9 +255,10 @@ def test_the_first_rounds_are_fedavg_bit_for_bit_then_no_longer():
     assert not np.allclose(ours[3][0], fedavg[3][0])
 
 
-def test_with_an_infinite_pull_the_model_becomes_the_reference():
+@pytest.mark.parametrize("pull", [1e12, math.inf])
+def test_with_an_infinite_pull_the_model_becomes_the_reference(pull):
     start = model()
-    found, _ = rounds(strategy(start, window=3, lambda_ref=1e12, ref_max=1e12), start, 4)
+    found, _ = rounds(strategy(start, window=3, lambda_ref=pull), start, 4)
     expected = [(3 * c + 2 * b + 1 * a) / 6 for a, b, c in zip(*found[:3], strict=True)]
     for i in range(3):
         np.testing.assert_allclose(found[3][i], expected[i], rtol=1e-5, atol=1e-6)
@@ -290,10 +336,10 @@ def test_rounds_follow_the_schedule():
 
 def test_the_gate_opens_where_the_loss_rose_by_more_than_delta():
     start = model()
-    losses = [5.0, 5.2, 5.1, 5.7, 5.7, 6.0]
+    losses = [5.0, 5.2, 5.1, 5.7, 5.7, 6.0, 3.0, 3.5]  # the last rise is above the round before only
     s = strategy(start, window=1, gate="loss", gate_delta=0.25, lambda_ref=1.0)
-    found, told = rounds(s, start, 6, losses=losses)
-    assert [m["fine_tuned"] for m in told] == [0, 0, 0, 1, 0, 1]
+    found, told = rounds(s, start, 8, losses=losses)
+    assert [m["fine_tuned"] for m in told] == [0, 0, 0, 1, 0, 1, 0, 1]
     fedavg, _ = rounds(strategy(start, cls=FedAvg), start, 3)
     assert all(np.array_equal(x, y) for x, y in zip(found[2], fedavg[2], strict=True))
 
@@ -427,6 +473,28 @@ def test_proxy_data_that_shuffle_repeat_and_leave_the_generators_alone():
     assert all(np.array_equal(x, y) for x, y in zip(runs[0][-1], runs[1][-1], strict=True))
 
 
+def test_proxy_data_are_shuffled_anew_in_each_round_and_so_again_in_a_resumed_run():
+    net, _, given = proxy(shuffle=True)
+    start = [t.detach().numpy().copy() for t in net.state_dict().values()]
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch[0].clone())
+        return squared(model, batch)
+
+    options = {**given, "window": 1, "server_lr": 0.1, "server_steps": 3, "proxy_loss": loss}
+    s = strategy(start, **options)
+    first, _ = rounds(s, start, 2)
+    state = s.state_dict()
+    whole, _ = rounds(s, first[-1], 1, first=3)
+    assert not torch.equal(torch.cat(seen[:3]), torch.cat(seen[3:]))
+    resumed = strategy(first[-1], **options)
+    resumed.load_state_dict(state)
+    again, _ = rounds(resumed, first[-1], 1, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(seen[3:6], seen[6:], strict=True))
+    assert all(np.array_equal(x, y) for x, y in zip(again[-1], whole[-1], strict=True))
+
+
 def test_proxy_data_help():
     """Where the clients' updates are noise, gradients of the true loss move the model towards it."""
     net, data, given = proxy()
@@ -505,9 +573,14 @@ def test_a_proxy_loss_that_is_not_finite_fails_the_round():
         ({"gate_delta": -1}, "gate_delta=-1"),
         ({"solver": "newton"}, "solver='newton'"),
         ({"server_steps": 0}, "server_steps=0"),
-        ({"solver": "gradient", "lambda_global": 9.0}, "server_lr=1.0 must be below"),
-        ({"solver": "gradient", "ref_growth": 2.0, "ref_max": 9.0}, "server_lr=1.0 must be below"),
-        ({"solver": "gradient", "ref_growth": 2.0}, "server_lr=1.0 must be below"),
+        ({"solver": "gradient", "server_lr": 1.0, "lambda_global": 9.0}, "server_lr=1.0 must be below"),
+        (
+            {"solver": "gradient", "server_lr": 1.0, "ref_growth": 2.0, "ref_max": 9.0},
+            "server_lr=1.0 must be below 2/(1/eta + lambda_global + λ_ref), 0.2",
+        ),
+        ({"solver": "gradient", "ref_growth": 2.0}, "ref_max=None must be a number"),
+        ({"solver": "gradient", "lambda_ref": math.inf}, "solver='gradient' must be closed with an infinite λ"),
+        ({"lambda_ref": math.nan}, "lambda_ref=nan"),
         ({"likelihood": "true"}, "likelihood='true'"),
         ({"likelihood": "proxy"}, "solver='closed' must be gradient"),
         ({"likelihood": "proxy", "solver": "gradient"}, "proxy_model=None"),
