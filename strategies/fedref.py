@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
+from flwr.common import FitIns, Parameters
+from flwr.server.client_manager import ClientManager
+from flwr.server.client_proxy import ClientProxy
 from torch import Tensor, nn
 
 from .base import UpdateStrategy
@@ -39,6 +42,8 @@ class FedRef(UpdateStrategy):
     of the aggregated update is kept, and the model goes the share b = λ_ref/(1/η + λ_g + λ_ref) of the way from θ_r to
     θ_ref. `reference_ratio` in the metrics is what that means in a round: ‖b(θ_ref − θ_r)‖ / ‖a Σρ_i g_i‖.
 
+    With `window=1` the reference is θ_r itself, so λ_ref and λ_g are one.
+
     The window is in `state_dict()` with everything else, and so in memory while a run is saved or resumed, also where
     it lies on disk otherwise.
 
@@ -52,7 +57,7 @@ class FedRef(UpdateStrategy):
     lambda_ref : float
         λ_ref ≥ 0, the pull to the reference, in the first rounds. With λ_g = λ_ref = 0 this is FedAvg, bit for bit.
     eta : float
-        η > 0 of the likelihood's surrogate ‖θ − θ_agg‖²/(2η); only η λ_g and η λ_ref matter with the closed form.
+        η ≥ 1e-300 of the likelihood's surrogate ‖θ − θ_agg‖²/(2η); only η λ_g and η λ_ref matter with the closed form.
     ref_every, ref_growth, ref_max : int, float, float
         λ_ref is multiplied by `ref_growth` ≥ 1 after every `ref_every` rounds; it never exceeds `ref_max` (None: no
         cap), which holds from the first round on.
@@ -122,7 +127,7 @@ class FedRef(UpdateStrategy):
         for name, value in (("lambda_global", lambda_global), ("lambda_ref", lambda_ref)):
             require(name, value, "a number of at least 0", value == math.inf or (is_real(value) and value >= 0))
         require("gate_delta", gate_delta, "a number of at least 0", is_real(gate_delta) and gate_delta >= 0)
-        require("eta", eta, "a number above 0", is_real(eta) and eta > 0)
+        require("eta", eta, "a number of at least 1e-300", is_real(eta) and eta >= 1e-300)
         require("ref_every", ref_every, "an integer of at least 1", is_count(ref_every))
         require("ref_growth", ref_growth, "a number of at least 1", is_real(ref_growth) and ref_growth >= 1)
         require("ref_max", ref_max, "a number of at least 0", ref_max is None or (is_real(ref_max) and ref_max >= 0))
@@ -296,6 +301,23 @@ class FedRef(UpdateStrategy):
 
     def _server_lr(self) -> float:
         return super().step_size(self._round)
+
+    def configure_fit(
+        self, server_round: int, parameters: Parameters, client_manager: ClientManager
+    ) -> list[tuple[ClientProxy, FitIns]]:
+        """As of `UpdateStrategy`; a window or a proxy model that cannot serve this model is told before clients train.
+
+        Raises
+        ------
+        ValueError
+            Also if the window is too large for any machine, or the proxy model is not of the global model's shapes.
+        """
+        instructions = super().configure_fit(server_round, parameters, client_manager)
+        assert self._model is not None
+        self._window.check(self._model)
+        if self._proxy is not None:
+            self._proxy.check(self._model)
+        return instructions
 
     def conclude(self, updates: ClientUpdates) -> None:
         """Take the new model into the window, and note the clients' loss."""

@@ -39,8 +39,13 @@ class ProxyLikelihood:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"proxy_model={model!r} must be a torch.nn.Module with likelihood='proxy'.")
-        if not isinstance(data, Iterable):
-            raise ValueError(f"proxy_data={data!r} must be an iterable of batches with likelihood='proxy'.")
+        if not isinstance(data, Iterable) or isinstance(data, Iterator):
+            raise ValueError(
+                f"proxy_data={data!r} must be batches that can be iterated anew each round, such as a DataLoader or a "
+                "list, with likelihood='proxy'."
+            )
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError("proxy_model has no parameter that requires a gradient; do not freeze all of it.")
         if not callable(loss):
             raise ValueError(f"proxy_loss={loss!r} must be a function of (model, batch) with likelihood='proxy'.")
         self._model = model
@@ -66,14 +71,17 @@ class ProxyLikelihood:
         ValueError
             If the proxy model's tensors are not the global model's, the data has no batch, or the loss is no
             differentiable scalar.
+        ArithmeticError
+            At the end, if a loss was not finite.
         """
-        targets = self._targets(model)
+        targets = self.check(model)
         layers = model.layers.layers
         trained = [targets[t] for layer in layers for t in layer.tensors]
         with torch.no_grad():
             for t, value in merged.items():
                 targets[t].copy_(torch.tensor(np.asarray(value)))
         batches = self._batches()
+        losses: list[Tensor] = []
 
         def gradient(theta: Tensor) -> Tensor:
             with torch.no_grad():
@@ -84,6 +92,7 @@ class ProxyLikelihood:
                 loss = self._loss(self._model, next(batches))
                 if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
                     raise ValueError("proxy_loss must return a differentiable scalar tensor.")
+                losses.append(loss.detach())
                 found = torch.autograd.grad(loss, wanted, allow_unused=True)
             of = {id(target): g for target, g in zip(wanted, found, strict=True)}
             parts = [_flat(of.get(id(target)), target) for target in trained]
@@ -93,8 +102,12 @@ class ProxyLikelihood:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
             yield gradient
+        if losses and not bool(torch.stack(losses).isfinite().all()):  # asked once: a GPU need not wait in between
+            found = next(loss for loss in losses if not bool(loss.isfinite()))
+            raise ArithmeticError(f"proxy_loss is {found.item()}; look at proxy_data, or lower server_lr")
 
-    def _targets(self, model: GlobalModel) -> list[Tensor]:
+    def check(self, model: GlobalModel) -> list[Tensor]:
+        """Return the proxy model's tensors, or raise ValueError if they are not of the global model's shapes."""
         state = self._model.state_dict(keep_vars=True)
         theirs, ours = [tuple(t.shape) for t in state.values()], [a.shape for a in model.arrays]
         if theirs != ours:

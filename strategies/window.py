@@ -24,6 +24,10 @@ KIND = "window"
 """Of the matrices in `memory`, and the key in `records`."""
 
 
+# Bytes. A window beyond this is a slip of the keyboard.
+_LARGEST = 10**14
+
+
 class _Strategy(Protocol):
     memory: dict[str, Tensor]
     records: dict[str, Any]
@@ -62,11 +66,18 @@ class ModelWindow:
         ring = self._strategy.records[KIND]
         return [rows[(ring["newest"] - i) % self.length] for i in range(ring["count"])]
 
+    def check(self, model: GlobalModel) -> None:
+        """Raise ValueError if windows of such models are larger than any machine's memory or disk."""
+        if self._size(model) > _LARGEST:
+            raise ValueError(
+                f"window={self.length} models of this size take {self._size(model) / 1e12:.3g} TB; lower window."
+            )
+
     def push(self, model: GlobalModel) -> None:
         """Take in a model in place of the oldest one."""
         ring, layers = self._strategy.records[KIND], model.layers.layers
         dtypes = {layer.name: _dtype(model, layer) for layer in layers}
-        size = sum(self.length * layer.size * np.dtype(dtypes[layer.name]).itemsize for layer in layers)
+        size = self._size(model)
         newest = (ring["newest"] + 1) % self.length
         for layer in layers:
             rows = self._placed(layer, dtypes[layer.name], on_disk=size > self._limit)
@@ -77,11 +88,16 @@ class ModelWindow:
                 offset += len(part)
         self._strategy.records[KIND] = {"count": min(ring["count"] + 1, self.length), "newest": newest}
 
+    def _size(self, model: GlobalModel) -> int:
+        """Bytes of a full window."""
+        return sum(self.length * layer.size * np.dtype(_dtype(model, layer)).itemsize for layer in model.layers.layers)
+
     def _placed(self, layer: Layer, dtype: type[np.floating[Any]], *, on_disk: bool) -> Tensor:
         """Return a layer's rows where they belong, allocated or moved there at first."""
         key, memory = f"{KIND}/{layer.name}", self._strategy.memory
         rows = memory.get(key)
-        if rows is not None and (not on_disk or rows is self._mapped.get(key)):
+        wide = rows is None or rows.element_size() >= np.dtype(dtype).itemsize
+        if rows is not None and wide and (not on_disk or rows is self._mapped.get(key)):
             return rows
         shape = (self.length, layer.size)
         if on_disk and layer.size:
@@ -102,8 +118,10 @@ def check_window(records: Mapping[str, Any], memory: Mapping[str, Tensor], lengt
     matrices = [matrix for key, matrix in memory.items() if key.startswith(f"{KIND}/")]
     fine = False
     if isinstance(ring, Mapping) and set(ring) == {"count", "newest"} and all(map(is_integer, ring.values())):
-        fine = 0 <= ring["count"] <= length and 0 <= ring["newest"] < length
-        fine = fine and bool(matrices) == (ring["count"] > 0) and all(len(matrix) == length for matrix in matrices)
+        count, newest = ring["count"], ring["newest"]
+        # Rows are filled from the first one on.
+        fine = 0 <= count <= length and (0 <= newest < length if count == length else newest == (count - 1) % length)
+        fine = fine and (count > 0 or not matrices) and all(len(matrix) == length for matrix in matrices)
     require("the state's records", dict(records), f"those of a window of {length} models, which memory holds", fine)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from strategies import FedAvg, FedRef, LayerMap
 from strategies.solvers import fedref
 
-from .helpers import arrays_of, model, result, trained
+from .helpers import arrays_of, manager, model, result, trained
 
 KINDS = ["closed", "gradient"]
 
@@ -381,6 +381,49 @@ def test_resumed_mid_schedule_it_goes_on_bit_for_bit(at, on_disk, device):
     assert [[m[k] for k in keys] for m in again] == [[m[k] for k in keys] for m in told[at:]]
 
 
+@pytest.mark.parametrize("newest", [0, 2, 3])
+def test_a_ring_that_holds_rows_nobody_wrote_is_refused(newest):
+    start = model()
+    s = strategy(start, window=4)
+    rounds(s, start, 2)
+    state = s.state_dict()
+    strategy(start, window=4).load_state_dict(state)
+    state["records"]["window"] = {"count": 2, "newest": newest}
+    with pytest.raises(ValueError, match="window of 4 models"):
+        strategy(start, window=4).load_state_dict(state)
+
+
+def test_a_model_of_counters_only_is_saved_and_loaded():
+    start = [np.array([3], dtype=np.int64)]
+    s = strategy(start, window=2)
+    rounds(s, start, 3)
+    strategy(start, window=2).load_state_dict(s.state_dict())
+
+
+def test_a_model_that_gets_wider_keeps_its_digits():
+    start = [np.array([1.0, 2.0], dtype=np.float32)]
+    s = strategy(start, window=2)
+    rounds(s, start, 2)
+    wide = ndarrays_to_parameters([np.array([1e50, 2.0])])
+    s.configure_fit(3, wide, manager(["0", "1"]))
+    rounds(s, arrays_of(wide), 1, first=3)
+    assert all(bool(torch.isfinite(rows).all()) for rows in s.memory.values())
+
+
+def test_a_window_that_no_machine_holds_is_refused_before_clients_train():
+    s = strategy(model(), window=10**15)
+    with pytest.raises(ValueError, match="window=1000000000000000 models of this size"):
+        s.configure_fit(1, s.initial_parameters, manager(["0", "1"]))
+
+
+def test_a_proxy_of_another_shape_is_refused_before_clients_train():
+    net, _, given = proxy()
+    start = [t.detach().numpy().copy() for t in net.state_dict().values()]
+    s = strategy(start, **{**given, "proxy_model": nn.Linear(4, 2)})
+    with pytest.raises(ValueError, match="proxy_model has shape"):
+        s.configure_fit(1, s.initial_parameters, manager(["0", "1"]))
+
+
 def test_a_window_of_another_length_is_refused():
     start = model()
     s = strategy(start, window=3)
@@ -552,6 +595,7 @@ def test_a_proxy_loss_that_is_not_finite_fails_the_round():
     s = strategy(start, window=1, **{**given, "proxy_loss": lambda m, b: squared(m, b) * math.inf})
     found, told = rounds(s, start, 2)
     assert told[1]["failed_round"]
+    assert "proxy_loss is inf" in told[1]["failed_reason"]
     assert all(np.array_equal(x, y) for x, y in zip(found[0], found[1], strict=True))
 
 
@@ -584,6 +628,11 @@ def test_a_proxy_loss_that_is_not_finite_fails_the_round():
         ({"likelihood": "true"}, "likelihood='true'"),
         ({"likelihood": "proxy"}, "solver='closed' must be gradient"),
         ({"likelihood": "proxy", "solver": "gradient"}, "proxy_model=None"),
+        (
+            {**{"likelihood": "proxy", "solver": "gradient"}, "proxy_model": nn.Linear(1, 1), "proxy_data": iter([1])},
+            "iterated anew",
+        ),
+        ({"eta": 1e-320}, "eta=1e-320"),
         ({"proxy_data": [1]}, "only used with likelihood='proxy'"),
         ({"window_memory_mb": -1}, "window_memory_mb=-1"),
     ],
