@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks`: all of them in one run: engines, aggregation, the field, growth."""
+"""`python -m experiments.benchmarks`: all of them in one run: engines, aggregation, the field, growth, segmentation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from . import aggregation, engines, field, growth
+from . import aggregation, engines, field, growth, segmentation
 
 
 def main() -> None:
@@ -21,6 +21,7 @@ def main() -> None:
     aggregation.main(common)
     field.main(common)
     growth.main(common)
+    segmentation.main(common)
 
 
 if __name__ == "__main__":

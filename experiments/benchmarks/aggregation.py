@@ -217,10 +217,10 @@ def extra_memory(make: Callable[[], Any], results: Results) -> int:
 def peak_growth(call: Callable[[], object]) -> int:
     """Bytes by which the peak resident set grows during a call."""
     _release()  # what earlier calls have freed goes back, or it would hide what this one takes
-    _reset_peak()
-    before = _peak()
+    reset_peak()
+    before = peak_resident()
     call()
-    return _peak() - before
+    return peak_resident() - before
 
 
 def _release() -> None:
@@ -231,14 +231,14 @@ def _release() -> None:
         trim(0)
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     """Set the peak back to what is resident now, so that earlier peaks do not hide the call's (Linux)."""
     path = Path("/proc/self/clear_refs")
     if path.exists():
         path.write_text("5")
 
 
-def _peak() -> int:
+def peak_resident() -> int:
     """Peak resident bytes of this process."""
     status = Path("/proc/self/status")
     if status.exists():
