@@ -1,21 +1,24 @@
-"""Curves of finished runs, two lines of panels a setting.
+"""Curves of finished runs, up to three lines of panels a setting.
 
-Above: the headline metric, its worst tenth, and conflict over rounds; below, where a run has recorded these: what is
-forgotten, the trajectory of the global model, and the training loss.
+First the headline metric, its worst tenth, and conflict over rounds. Then, where a run has recorded these: what is
+forgotten, the trajectory of the global model, and the training loss. Last how it does class by class and how unsteady
+it is: of a classifier macro F1, UDP and total variation, of segmentation the Dice of each class, HD95 and UDP.
 """
 
 import io
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
+from .headline import CLASSES
 from .runs import Group, Row
 
 # Okabe and Ito's colour-blind safe palette without its yellow, which white swallows; then again with markers.
@@ -25,10 +28,15 @@ _MARKERS = ("", "o", "s", "^")
 
 # With more lines than this in a panel, bands and dashed lines would hide them.
 _CROWD = 8
+# With more rows than this, the lines of three classes each could not be told apart.
+_FEW = 4
+_CLASS_LINES = {"dice_wt": ("WT", "-"), "dice_tc": ("TC", "--"), "dice_et": ("ET", ":")}
+
+_Line = Callable[[Sequence[Axes], Group, Mapping[str, Any]], None]
 
 
 def draw_curves(groups: Sequence[Group]) -> bytes:
-    """Draw one line of panels per setting and return the PNG; of more rows than lines have styles, the best."""
+    """Draw the panels of each setting and return the PNG; of more rows than lines have styles, the best."""
     png = io.BytesIO()
     figure_of([drawable(group) for group in groups]).savefig(png, format="png", dpi=200)
     return png.getvalue()
@@ -46,8 +54,9 @@ def drawable(group: Group) -> Group:
     return replace(group, title=title, rows=rows)
 
 
+@matplotlib.rc_context({"text.parse_math": False})  # names are anybody's, and a $ among them no formula
 def figure_of(groups: Sequence[Group]) -> Figure:
-    """Draw one line of panels per setting."""
+    """Draw the panels of each setting."""
     labels = list(dict.fromkeys(row.label for group in groups for row in group.rows))
     styles: dict[str, dict[str, Any]] = {
         label: {
@@ -60,16 +69,15 @@ def figure_of(groups: Sequence[Group]) -> Figure:
     }
     # The legend gets as many columns as its longest label allows, and the height that its lines take.
     columns = max(1, min(5, len(labels), 120 // (max(map(len, labels)) + 8)))
-    lines = [2 if _has_second_line(group) else 1 for group in groups]
-    heights = [*(0.3 + 3.0 * count for count in lines), 0.35 + 0.22 * -(-len(labels) // columns)]
+    lines = [_lines(group) for group in groups]
+    heights = [*(0.3 + 3.0 * len(of_group) for of_group in lines), 0.35 + 0.22 * -(-len(labels) // columns)]
     figure = Figure(figsize=(10, sum(heights)), layout="constrained")
     *parts, foot = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
-    for group, part, count in zip(groups, parts, lines, strict=True):
+    for group, part, of_group in zip(groups, parts, lines, strict=True):
         part.suptitle(textwrap.fill(group.title, 110), x=0.01, ha="left", weight="bold", fontsize=10)
-        panels = part.subplots(count, 3, squeeze=False)
-        _first_line(panels[0], group, styles)
-        if count > 1:
-            _second_line(panels[1], group, styles)
+        panels = part.subplots(len(of_group), 3, squeeze=False)
+        for draw, of_line in zip(of_group, panels, strict=True):
+            draw(of_line, group, styles)
         for axes in panels.flat:
             axes.title.set(fontsize=10)
     handles = [Line2D([], [], linewidth=2, **styles[label]) for label in labels]
@@ -87,11 +95,23 @@ def figure_of(groups: Sequence[Group]) -> Figure:
     return figure
 
 
-def _has_second_line(group: Group) -> bool:
-    return any(run.series("forgetting") or run.series("path_length") for row in group.rows for run in row.runs)
+def _lines(group: Group) -> list[_Line]:
+    """Return what draws each line of panels that the runs have something for."""
+    lines: list[_Line] = [_basic_line]
+    if _reports(group, "forgetting", "path_length"):
+        lines.append(_stability_line)
+    if _reports(group, *CLASSES):
+        lines.append(_segmentation_line)
+    elif _reports(group, "macro_f1", "udp_loss", "total_variation"):
+        lines.append(_classification_line)
+    return lines
 
 
-def _first_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
+def _reports(group: Group, *names: str) -> bool:
+    return any(run.series(name) for name in names for row in group.rows for run in row.runs)
+
+
+def _basic_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
     mean, worst, conflict = panels
     headline, window = group.headline, _window(group)
     title = headline.title[0].upper() + headline.title[1:]
@@ -106,10 +126,10 @@ def _first_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any])
     if before:
         _key(conflict, {"before the solve": "--", "after": "-"})
     for axes in panels:
-        axes.set_ylim(bottom=0, top=max(5.0, axes.get_ylim()[1]))  # a curve at 0 % must not fill the panel
+        _from_zero(axes)
 
 
-def _second_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
+def _stability_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
     forgetting, path, loss = panels
     zeta = _dash(forgetting, group, styles, "zeta")
     _panel(forgetting, group, styles, "forgetting")
@@ -131,6 +151,56 @@ def _second_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]
     loss.set(title="Clients' training loss", xlabel=_rounds(window), ylabel="loss")
 
 
+def _classification_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
+    macro_f1, udp, variation = panels
+    _panel(macro_f1, group, styles, "macro_f1")
+    macro_f1.set(title="Macro F1 of all test samples", ylabel="macro F1 (%)")
+    _udp(udp, group, styles)
+    _panel(variation, group, styles, "total_variation")
+    variation.set(title=f"Total variation of {group.headline.title} so far", ylabel="percentage points, summed")
+    for axes in (macro_f1, variation):
+        _from_zero(axes)
+
+
+def _segmentation_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
+    dice, hd95, udp = panels
+    few = len(group.rows) <= _FEW
+    _panel(dice, group, styles, "dice_wt", band=not few)
+    if few:
+        for row in group.rows:
+            for name in ("dice_tc", "dice_et"):
+                _draw(dice, row, styles[row.label], name, _CLASS_LINES[name][1])
+        dice.set_ylim(top=1.15 * dice.get_ylim()[1])  # room for the key
+        _key(dice, dict(_CLASS_LINES.values()), loc="upper left", ncols=len(_CLASS_LINES))
+    dice.set(title=f"Dice of {'each class' if few else 'WT'}, mean over subjects", ylabel="Dice (%)")
+    _from_zero(dice)
+    _hd95(hd95, group, styles)
+    _udp(udp, group, styles)
+
+
+def _hd95(axes: Axes, group: Group, styles: Mapping[str, Any]) -> None:
+    _panel(axes, group, styles, "hd95", factor=1)
+    axes.set(title="HD95, mean of the classes", ylabel="HD95 (mm)")
+    drawn = [height for line in axes.lines for height in np.asarray(line.get_ydata()).tolist()]
+    if drawn and 0 < 10 * min(drawn) < max(drawn):  # an untrained model would flatten all that follows
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        _from_zero(axes)
+
+
+def _udp(axes: Axes, group: Group, styles: Mapping[str, Any]) -> None:
+    _panel(axes, group, styles, "udp_loss")
+    axes.set(title="UDP (loss) so far", ylabel="rounds (%)")
+    _from_zero(axes)
+
+
+def _from_zero(axes: Axes) -> None:
+    axes.set_ylim(bottom=0, top=max(5.0, axes.get_ylim()[1]))  # a curve at 0 must not fill the panel
+
+
 def _window(group: Group) -> int:
     """Return over how many rounds to average what jumps, as one round's sample of clients is small; panels say so."""
     return max(1, len(group.rows[0].runs[0].rounds) // 20)
@@ -140,10 +210,10 @@ def _rounds(window: int) -> str:
     return f"round (average of {window})" if window > 1 else "round"
 
 
-def _key(axes: Axes, names: Mapping[str, str]) -> None:
+def _key(axes: Axes, names: Mapping[str, str], **where: Any) -> None:
     """Explain a panel's line styles."""
     handles = [Line2D([], [], color="0.4", linestyle=style, linewidth=1) for style in names.values()]
-    axes.legend(handles, list(names), frameon=False, fontsize=8)
+    axes.legend(handles, list(names), frameon=False, fontsize=8, **where)
 
 
 def _crowded(group: Group) -> bool:

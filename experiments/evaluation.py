@@ -7,6 +7,8 @@ their personal models (Ditto), which never leave them.
 from __future__ import annotations
 
 import json
+import logging
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,13 +18,25 @@ from numpy.typing import NDArray
 
 from client_apps.arrays import set_arrays
 from client_apps.tasks import Evaluation, Task
+from strategies.options import is_count, is_integer, is_real
 
 from .metrics import fairness
 
-ClientSink = Callable[[int, Any, Any, Any, Any], None]
-"""Receives (round, client ids, numbers of examples, scores, mean losses)."""
+logger = logging.getLogger(__name__)
+
+# No sum of a score over samples is larger, and those of all clients still fit into 64 bits.
+_MOST = 1e12
+# Of this size or beyond, sums of losses would not be finite.
+_HUGE = 1e100
+
+ClientSink = Callable[[int, Any, Any, Any, Any, Mapping[str, Any]], None]
+"""Receives (round, client ids, numbers of examples, scores, mean losses, the task's details)."""
 
 Reports = Sequence[tuple[int, Mapping[str, Scalar]]]
+
+
+class _UnusableError(Exception):
+    """Why what a client reports does not count."""
 
 
 class Evaluator:
@@ -73,18 +87,23 @@ class Evaluator:
             `accuracy_weighted`, `clients_evaluated`, and the task's summary, such as `macro_f1`. Where clients report
             them, of their personal models `personal_accuracy`, `personal_accuracy_std`, `personal_worst10`,
             `personal_best10`, every client counting once, and `personal_loss`, the mean over all examples. Clients
-            without test data are left out.
+            without test data are left out; so are, and logged, those whose report lacks something, has the wrong type
+            or shape, is not finite, or makes a score outside [0, 1]. Empty, and logged, if none is left.
         """
-        ids = np.array([metrics["partition_id"] for _, metrics in results])
-        _, metrics = self._summarise(self._round, ids, _gathered(self._task, results))
-        return metrics | self._personal(results)
+        tested = self._usable([(n, metrics) for n, metrics in results if n != 0])
+        if not tested:
+            logger.warning("round %d: no client reports an evaluation that can be used", self._round)
+            return {}
+        ids = np.array([metrics["partition_id"] for _, metrics in tested])
+        _, summary = self._summarise(self._round, ids, _gathered(self._task, tested))
+        return summary | self._personal(tested)
 
     def _summarise(self, server_round: int, ids: NDArray[Any], found: Evaluation) -> tuple[float, dict[str, Scalar]]:
         task = self._task
         tested = found.num_examples > 0  # a client with a single sample has nothing to test on
         ids, found = ids[tested], _those(found, tested)
         examples, loss_sum, scores = found.num_examples, found.loss_sum, task.scores(found)
-        self._sink(server_round, ids, examples, scores, loss_sum / examples)
+        self._sink(server_round, ids, examples, scores, loss_sum / examples, task.details(found))
         spread = fairness(scores)
         return float(loss_sum.sum() / examples.sum()), {
             task.metric: spread.mean,
@@ -97,8 +116,8 @@ class Evaluator:
         }
 
     def _personal(self, results: Reports) -> dict[str, Scalar]:
-        """Summarise the clients' personal models; empty where nobody with test data reports one."""
-        reports = [(n, metrics) for n, metrics in results if n > 0 and "personal_loss_sum" in metrics]
+        """Summarise the clients' personal models; empty where nobody reports one that can be used."""
+        reports = self._usable([(n, metrics) for n, metrics in results if "personal_loss_sum" in metrics], "personal_")
         if not reports:
             return {}
         found, name = _gathered(self._task, reports, "personal_"), f"personal_{self._task.metric}"
@@ -111,19 +130,61 @@ class Evaluator:
             "personal_loss": float(found.loss_sum.sum() / found.num_examples.sum()),
         }
 
+    def _usable(self, results: Reports, prefix: str = "") -> Reports:
+        """Return the reports that count, and log the others with the reason."""
+        usable = []
+        for number, metrics in results:
+            cid = metrics.get("partition_id")
+            try:
+                if not is_integer(cid) or cid not in self._clients:
+                    raise _UnusableError(f"partition_id is not an integer from 0 to {self._clients[-1]}")
+                self._check(number, metrics, prefix)
+            except _UnusableError as error:
+                words = (self._round, prefix.replace("_", " "), reprlib.repr(cid), error)
+                logger.warning("round %d: the %sevaluation of client %s is not used: %s", *words)
+            else:
+                usable.append((number, metrics))
+        return usable
+
+    def _check(self, number: int, metrics: Mapping[str, Scalar], prefix: str) -> None:
+        """Raise _UnusableError unless a client's report has all that its score is made of, and a possible score."""
+        task, loss_sum = self._task, metrics.get(prefix + "loss_sum")
+        if not is_count(number) or number > _MOST:
+            raise _UnusableError(f"its number of examples is {reprlib.repr(number)}")
+        if not is_real(loss_sum) or abs(loss_sum) > _HUGE:
+            raise _UnusableError(f"{prefix}loss_sum={reprlib.repr(loss_sum)} is not a finite number")
+        sums = {}
+        for key, shape in task.sums.items():
+            if prefix + key in metrics:  # a client of before may lack what only the summary needs
+                sums[key] = _array(prefix + key, metrics[prefix + key])[None]
+                if sums[key].shape[1:] != shape:
+                    raise _UnusableError(f"{prefix}{key} has the shape {sums[key].shape[1:]}, not {shape}")
+        try:
+            (score,) = task.scores(Evaluation(np.array([number]), np.array([float(loss_sum)]), sums))
+        except KeyError as error:
+            raise _UnusableError(f"it lacks {prefix}{error.args[0]}") from error
+        if not 0 <= score <= 1:
+            raise _UnusableError(f"its {prefix}{task.metric} would be {score:g}")
+
+
+def _array(key: str, value: Scalar) -> NDArray[Any]:
+    """Return a number, or an array in JSON; raise _UnusableError if it is none, negative, or not finite."""
+    try:
+        array = np.array(json.loads(value) if isinstance(value, str) else value)
+    except (ValueError, RecursionError) as error:
+        raise _UnusableError(f"{key}={reprlib.repr(value)} is not an array in JSON") from error
+    if array.dtype.kind not in "iuf" or not ((array >= 0) & (array <= _MOST)).all():
+        raise _UnusableError(f"{key}={reprlib.repr(value)} is not made of numbers from 0 to {_MOST:g}")
+    return array
+
 
 def _gathered(task: Task, results: Reports, prefix: str = "") -> Evaluation:
-    """Put together what clients report of their evaluations, see `client_apps.app`."""
-
-    def column(key: str) -> NDArray[Any]:
-        values = [metrics[prefix + key] for _, metrics in results]
-        return np.array([json.loads(value) if isinstance(value, str) else value for value in values])
-
+    """Put together what clients report of their evaluations, see `client_apps.app`; all are usable."""
     reported = [key for key in task.sums if all(prefix + key in metrics for _, metrics in results)]
     return Evaluation(
         num_examples=np.array([n for n, _ in results]),
-        loss_sum=column("loss_sum"),
-        sums={key: column(key) for key in reported},
+        loss_sum=np.array([metrics[prefix + "loss_sum"] for _, metrics in results], np.float64),
+        sums={key: np.stack([_array(key, metrics[prefix + key]) for _, metrics in results]) for key in reported},
     )
 
 

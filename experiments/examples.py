@@ -19,6 +19,8 @@ FILE = "examples.safetensors"
 
 _FACTS = ("subject", "client", "modality", "plane")
 _MASKS = ("truth", "prediction")
+# Of this size or beyond, differences of float32 might not be finite.
+_HUGE = 1e30
 
 
 def save_examples(path: Path, examples: Sequence[Example]) -> None:
@@ -51,15 +53,18 @@ def load_examples(path: Path) -> list[Example]:
             examples = [
                 Example(
                     **{name: kind(fact[name]) for name, kind in zip(_FACTS, (str, int, str, int), strict=True)},
-                    image=file.get_tensor(f"{index}.image"),
+                    image=file.get_tensor(f"{index}.image").astype(np.float32),
                     truth=file.get_tensor(f"{index}.truth").astype(bool),
                     prediction=file.get_tensor(f"{index}.prediction").astype(bool),
                 )
                 for index, fact in enumerate(facts)
             ]
-    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+    except (SafetensorError, LookupError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} holds no examples: {' '.join(str(error).split())}.") from error
     for example in examples:
+        if not example.image.size or not (np.abs(example.image) < _HUGE).all():
+            name = f"the image of {example.subject}"
+            raise ValueError(f"{path} holds no examples: {name} is empty, or not of numbers below {_HUGE:g}.")
         shape = (3, *example.image.shape)
         if example.image.ndim != 2 or example.truth.shape != shape or example.prediction.shape != shape:
             raise ValueError(f"{path} holds no examples: the masks of {example.subject} do not fit its image.")

@@ -25,7 +25,10 @@ class Fairness(NamedTuple):
 
 
 class Forgetting(NamedTuple):
-    """ζ and its two parts, in units of the metric summed over rounds; lower is better.
+    """ζ and its two parts, in units of the metric summed over evaluated rounds; lower is better.
+
+    The round of the untrained model, where it was evaluated, is one of them. As these are sums and not means, runs
+    with another number of evaluations are not comparable.
 
     Attributes
     ----------
@@ -178,7 +181,8 @@ def udp(series: Sequence[float], delta: float) -> float:
     Parameters
     ----------
     series : sequence of float
-        The clients' aggregated training loss, one finite value per round that has one, oldest first.
+        The clients' aggregated training loss, one finite value per round that counts, oldest first: not of a failed
+        round, which does not move the model.
     delta : float
         δ, in the units of the loss.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
@@ -93,6 +94,7 @@ def draw_pictures(galleries: Sequence[Gallery]) -> bytes:
     return png.getvalue()
 
 
+@matplotlib.rc_context({"text.parse_math": False})  # names are anybody's, and a $ among them no formula
 def figure_of(galleries: Sequence[Gallery]) -> Figure:
     """Draw the galleries; in each the image, the truth, then the strategies."""
     columns = 2 + max(len(gallery.predictions) for gallery in galleries)

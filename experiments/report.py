@@ -7,6 +7,7 @@ import argparse
 import csv
 import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -38,20 +39,23 @@ def _markdown(
 ) -> str:
     parts = ["# Report", f"`{command}`", *(f"![{_PICTURES[name]}]({name})" for name in pictures)]
     for group, against in zip(groups, compared, strict=True):
-        parts += [f"## {group.title}", f"{group.facts[0].upper()}{group.facts[1:]}."]
+        parts += [f"## {_plain(group.title)}", f"{group.facts[0].upper()}{group.facts[1:]}."]
         for sheet in sheets(group, against):
             parts += [f"### {sheet.heading}"] if sheet.heading else []
-            lines = [[title.replace("-\n", "").replace("\n", " ") for title in sheet.titles]]
+            lines = [[_plain(title.replace("-\n", "")) for title in sheet.titles]]
             lines.append(["---", *["---:"] * (len(sheet.titles) - 1)])
             for cells in sheet.rows:
-                lines.append([f"**{cell.text}**" if cell.best else cell.text for cell in cells])
-            parts.append(
-                "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
-            )
-            parts.append(sheet.caption)
+                lines.append([f"**{_plain(cell.text)}**" if cell.best else _plain(cell.text) for cell in cells])
+            parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+            parts.append(_plain(sheet.caption))
     if left_out:
-        parts += ["## Left out", "\n".join(f"- {sentence}" for sentence in left_out)]
+        parts += ["## Left out", "\n".join(f"- {_plain(sentence)}" for sentence in left_out)]
     return "\n\n".join(parts) + "\n"
+
+
+def _plain(text: str) -> str:
+    """Return Markdown that shows the text as it is, on one line: it may be a name or an error of anybody's."""
+    return re.sub(r"([\\|<*`&])", r"\\\1", " ".join(text.split()))
 
 
 def _csv(groups: Sequence[Group], compared: Sequence[Against | None]) -> str:
@@ -98,9 +102,9 @@ def report(
 
     Where runs have left examples there is also ``segmentation.png``.
 
-    Runs are compared within a setting: data set, partition, model, number of clients, clients per round and
-    rounds. Within it they belong together when they differ only by seed. Runs that did not finish are named,
-    never counted.
+    Runs are compared within a setting: data set, partition, model, number of clients, clients per round, rounds,
+    and who evaluates how often. Within it they belong together when they differ only by seed. Runs that did not
+    finish, or are damaged, are named, never counted.
 
     Parameters
     ----------

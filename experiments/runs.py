@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from strategies.options import is_real
+from strategies.options import is_integer, is_real
 
 from .headline import HEADLINES, Headline, headline_of
 from .metrics import rounds_to_target
@@ -29,6 +30,12 @@ _NUMBERS = (
     "conflict_share_before",
     "conflict_share_after",
 )
+# Yes or no, or how many.
+_COUNTS = ("failed_round", "clients_rejected")
+# What changes the measures that are summed over evaluated rounds, and who evaluates.
+_EVALUATION = ("mode", "every")
+# Of this size or beyond, sums and squares of numbers would not be finite.
+_HUGE = 1e100
 
 
 class _UnusableError(Exception):
@@ -135,9 +142,13 @@ def _setting(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     kind = dataset["partition"]["kind"]
     if kind == "dirichlet":
         kind = f"dirichlet({dataset['partition']['alpha']})"
+    evaluation = config.get("evaluation") or {}  # a configuration of before may lack it
     return (
         f"{dataset['name']}, {model['name']}, {kind}",
-        _flat(dataset, "dataset.") | _flat(model, "model.") | {name: config[name] for name in SIZES},
+        _flat(dataset, "dataset.")
+        | _flat(model, "model.")
+        | {name: config[name] for name in SIZES}
+        | {f"evaluation.{name}": evaluation[name] for name in _EVALUATION if name in evaluation},
     )
 
 
@@ -152,15 +163,21 @@ def _load(folder: Path) -> Run:
             raise _UnusableError(f"has no {name}: still running, or killed")
     status = json.loads((folder / "status.json").read_text(encoding="utf-8"))
     if status["status"] != "finished":
-        raise _UnusableError(f"{status['status']}: {status['error']}")
+        raise _UnusableError(" ".join(f"{status['status']}: {status['error']}".split()))
     config: Any = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
     if status["rounds"] < config["num_rounds"]:
         raise _UnusableError(f"stopped after round {status['rounds']} of {config['num_rounds']}")
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rounds = [json.loads(line) for line in lines]
+    _require_rounds(rounds)
     headline = headline_of(rounds)
     if headline is None:
         raise _UnusableError(f"reports no {' and no '.join(known.name for known in HEADLINES)}")
+    for row in rounds:
+        for name in (*headline.results, *_NUMBERS):
+            _require(_is_number(row.get(name)), name, row.get(name), "a number below 1e100", row)
+        for name in _COUNTS:
+            _require(_is_count(row.get(name)), name, row.get(name), "a count", row)
     run = Run(
         path=folder,
         config=config,
@@ -169,11 +186,41 @@ def _load(folder: Path) -> Run:
         rounds=rounds,
         headline=headline,
     )
-    names = (*headline.results, *_NUMBERS)
-    numbers = [config.get("target_accuracy"), *(value for name in names for value in run.series(name).values())]
-    if not isinstance(config["seed"], int) or not all(n is None or is_real(n) for n in numbers):
-        raise _UnusableError("is damaged: it holds words where numbers belong")
+    _require_settings(config)
     return run
+
+
+def _require(ok: bool, name: str, value: object, wanted: str, row: Mapping[str, Any] | None = None) -> None:
+    if not ok:
+        where = "" if row is None else f" in round {row['round']}"
+        raise _UnusableError(f"is damaged: {name}={' '.join(reprlib.repr(value).split())}{where} is not {wanted}")
+
+
+def _require_rounds(rounds: Sequence[Any]) -> None:
+    for number, row in enumerate(rounds, 1):
+        if not isinstance(row, Mapping):
+            raise _UnusableError(f"is damaged: line {number} of metrics.jsonl is no record of a round")
+        found = row.get("round")
+        ok = is_integer(found) and 0 <= found < 2**31
+        _require(ok, f"round of line {number}", found, "an integer of at least 0")
+
+
+def _require_settings(config: Mapping[str, Any]) -> None:
+    """Require the numbers among the settings that a report counts with."""
+    _require(is_integer(config["seed"]), "seed", config["seed"], "an integer")
+    target, tracking = config.get("target_accuracy"), config.get("tracking")
+    _require(_is_number(target), "target_accuracy", target, "a number below 1e100")
+    for name in ("udp_loss_delta", "udp_norm_delta"):
+        delta = tracking.get(name) if isinstance(tracking, Mapping) else None
+        _require(_is_number(delta), f"tracking.{name}", delta, "a number below 1e100")
+
+
+def _is_number(value: object) -> bool:
+    return value is None or (is_real(value) and abs(value) < _HUGE)
+
+
+def _is_count(value: object) -> bool:
+    return value is None or isinstance(value, bool) or (is_integer(value) and 0 <= value < _HUGE)
 
 
 def is_aside(name: str) -> bool:
@@ -193,7 +240,7 @@ def _folders(folders: Iterable[Path]) -> list[Path]:
 
 
 UNREADABLE = (
-    AttributeError, LookupError, OSError, TypeError, ValueError, yaml.YAMLError, OmegaConfBaseException,
+    AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError, yaml.YAMLError, OmegaConfBaseException,
 )  # fmt: skip
 """What reading a damaged run raises."""
 

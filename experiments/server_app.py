@@ -49,7 +49,7 @@ def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> Up
             "on_evaluate_config_fn": evaluator.start_round,
             "evaluate_metrics_aggregation_fn": evaluator.from_clients,
         }
-    if task.client.stale_probability:
+    if task.client.stale_update:
         evaluation["fit_metrics_aggregation_fn"] = count_stale
     return build_strategy(
         cfg,

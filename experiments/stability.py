@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from strategies.updates import decode_all
 
 from .metrics import forgetting, share_fell, straightness, total_variation, udp, udp_norm
 
+logger = logging.getLogger(__name__)
+
 Arrays = list[NDArray[Any]]
 
 
@@ -23,7 +26,9 @@ class Stability:
     """Measures the way of the global model from its start, one round after the other.
 
     θ is the trainable floating-point tensors; running statistics and counters do not count. Everything is counted over
-    what this object has seen: in a run that was resumed, from where it was resumed.
+    what this object has seen: in a run that was resumed, from where it was resumed. Forgetting and total variation are
+    sums over the evaluated rounds, round 0 (the untrained model) included where it was evaluated, so runs with another
+    number of evaluations are not comparable.
 
     A round costs one decoding of the model, as views, and two passes over its tensors, in float64 with a temporary of
     the size of one tensor: about 10 ns a parameter. The models of the start and of the last round stay in memory.
@@ -44,8 +49,8 @@ class Stability:
         self._loss_delta = udp_loss_delta
         self._norm_delta = udp_norm_delta
         self._parameters: Parameters | None = None  # θ_r
-        self._start: Arrays = []
-        self._now: Arrays = []
+        self._start: Arrays | None = []  # None: a model that cannot be measured
+        self._now: Arrays | None = []
         self._distance = 0.0
         self._steps: list[float] = []
         self._losses: list[float] = []
@@ -67,27 +72,36 @@ class Stability:
             where `start` was not called before, leave out all that needs two models.
         record : mapping
             The round's record: its `round`, 0 being the model before all training, the clients' aggregated
-            `train_loss`, and the headline metric where the round was evaluated.
+            `train_loss`, and the headline metric where the round was evaluated. Where `failed_round` is true, the loss
+            does not count: the model did not move.
 
         Returns
         -------
         dict
             From round 1 on `step_norm`, ‖θ_r − θ_{r−1}‖, `path_length`, the sum of these, `distance_from_start`,
-            ‖θ_r − θ_0‖, `straightness` and `udp_norm`; `udp_loss` once a loss was reported; in an evaluated round
+            ‖θ_r − θ_0‖, `straightness` and `udp_norm`; `udp_loss` once a loss counts; in an evaluated round
             `forgetting`, `updatable`, `zeta`, `total_variation` and `share_fell` of the headline metric. All are those
-            of the rounds so far.
+            of the rounds so far. What is not finite is NaN: lengths to and from a model that is not, or that cannot
+            be read or has another shape, which is logged, and all that counts on them.
         """
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = self._measure(parameters, record)
+        return {name: value if math.isfinite(value) else math.nan for name, value in found.items()}
+
+    def _measure(self, parameters: Parameters | None, record: Mapping[str, Any]) -> dict[str, float]:
         found: dict[str, float] = {}
         if record["round"] and parameters is not None and self._parameters is not None:
             step = self._move(parameters)
             self._steps.append(step)
-            length = math.fsum(self._steps)
+            length = _sum(self._steps)
             found |= {"step_norm": step, "path_length": length, "distance_from_start": self._distance}
-            found["straightness"] = straightness(self._distance, length)
-            found["udp_norm"] = udp_norm(self._steps, self._norm_delta)
+            finite = math.isfinite(length) and math.isfinite(self._distance)
+            found["straightness"] = straightness(self._distance, length) if finite else math.nan
+            known = all(map(math.isfinite, self._steps))
+            found["udp_norm"] = udp_norm(self._steps, self._norm_delta) if known else math.nan
         elif parameters is not None:
             self.start(parameters)
-        if is_real(record.get("train_loss")):
+        if is_real(record.get("train_loss")) and not record.get("failed_round"):
             self._losses.append(float(record["train_loss"]))
         if self._losses:
             found["udp_loss"] = udp(self._losses, self._loss_delta)
@@ -106,17 +120,31 @@ class Stability:
         self._distance = _distance(self._now, self._start)
         return self._distance if before is self._start else _distance(self._now, before)
 
-    def _trainable(self, parameters: Parameters) -> Arrays:
-        """Decode a model as views, and return those of its trainable tensors."""
-        arrays = decode_all(parameters)
-        self._layers = LayerMap.from_arrays(arrays) if self._layers is None else self._layers.for_arrays(arrays)
+    def _trainable(self, parameters: Parameters) -> Arrays | None:
+        """Decode a model as views, and return those of its trainable tensors; None if there is no such model."""
+        try:
+            arrays = decode_all(parameters)
+            self._layers = LayerMap.from_arrays(arrays) if self._layers is None else self._layers.for_arrays(arrays)
+        except ValueError as error:
+            logger.warning("the way of the global model cannot be measured: %s", " ".join(str(error).split()))
+            return None
         return [arrays[t] for t in self._layers.indices("trainable")]
 
 
-def _distance(one: Arrays, other: Arrays) -> float:
-    """Return the Euclidean distance of two models, summed up in float64 tensor by tensor."""
+def _distance(one: Arrays | None, other: Arrays | None) -> float:
+    """Return the Euclidean distance of two models, summed up in float64 tensor by tensor; NaN if one is None."""
+    if one is None or other is None:
+        return math.nan
     squares = []
     for a, b in zip(one, other, strict=True):
         difference = np.asarray(np.subtract(a, b, dtype=np.float64))  # of 0-d arrays NumPy returns a scalar
         squares.append(float(np.square(difference, out=difference).sum()))
-    return math.sqrt(math.fsum(squares))
+    return math.sqrt(_sum(squares))
+
+
+def _sum(lengths: list[float]) -> float:
+    """Return the sum of numbers that are not negative, infinite where it is beyond every float."""
+    try:
+        return math.fsum(lengths)
+    except OverflowError:
+        return math.inf

@@ -1,5 +1,6 @@
 """TrackedStrategy: any Flower strategy, with every round reported to a run's tracker."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from flwr.server.strategy import Strategy
 
 from .stability import Stability
 from .tracking import RunTracker, one_line
+
+logger = logging.getLogger(__name__)
 
 # What a round's record is put together from; of a name that several report, the first keeps it.
 _STAGES = ("error", "evaluate", "federated", "stability", "fit")
@@ -33,7 +36,7 @@ class TrackedStrategy(Strategy):
     evaluate_in : callable
         Says of a round's number whether the global model is evaluated in it; by default in every one.
     stability : Stability, optional
-        Adds its measures to every record.
+        Adds its measures to every record; where it fails, that is logged and the record goes without them.
 
     Attributes
     ----------
@@ -72,7 +75,8 @@ class TrackedStrategy(Strategy):
         """Delegate, and begin the round's record."""
         self.parameters = parameters  # also where a client supplied the initial ones
         if self.stability is not None:
-            self.stability.start(parameters)
+            with _unharmed("the start of the global model's way cannot be noted"):
+                self.stability.start(parameters)
         with self._recording_errors(server_round):
             return self.strategy.configure_fit(server_round, parameters, client_manager)
 
@@ -149,11 +153,21 @@ class TrackedStrategy(Strategy):
         if self._round or self._stages:  # not for an initial model that nothing evaluates
             if self.stability is not None:
                 reported = {name: value for stage in reversed(_STAGES) for name, value in self._of(stage).items()}
-                measured = self.stability.measure(self.parameters, {**reported, "round": self._round})
-                self._stages["stability"] = measured
+                with _unharmed(f"round {self._round}: forgetting and stability cannot be measured"):
+                    measured = self.stability.measure(self.parameters, {**reported, "round": self._round})
+                    self._stages["stability"] = measured
             record: dict[str, Any] = {"round": self._round}
             for stage in _STAGES:
                 for name, value in self._of(stage).items():
                     record[f"{stage}_{name}" if name in record else name] = value
             self.tracker.log_round(record)
         self._round, self._stages = None, {}
+
+
+@contextmanager
+def _unharmed(what: str) -> Iterator[None]:
+    """Log whatever goes wrong in taking a measure, and no more: the round and its own errors come first."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s: %s", what, one_line(error), exc_info=error)

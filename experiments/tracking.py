@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -255,12 +255,19 @@ class RunTracker:
             self._display.update(row)
 
     def log_clients(
-        self, round: int, client_ids: ArrayLike, num_examples: ArrayLike, scores: ArrayLike, loss: ArrayLike
+        self,
+        round: int,
+        client_ids: ArrayLike,
+        num_examples: ArrayLike,
+        scores: ArrayLike,
+        loss: ArrayLike,
+        details: Mapping[str, ArrayLike] = MappingProxyType({}),
     ) -> None:
         """Add one row per client to ``clients.parquet``.
 
-        Its columns are round, client, num_examples (int32), the headline metric by its name and loss (float32). It is
-        complete once the context is left, with or without an exception, and in between as of the last half minute.
+        Its columns are round, client, num_examples (int32), the headline metric by its name, loss, and the details
+        (float32). It is complete once the context is left, with or without an exception, and in between as of the last
+        half minute.
 
         Parameters
         ----------
@@ -268,11 +275,26 @@ class RunTracker:
             The round these results belong to.
         client_ids, num_examples, scores, loss : array_like, shape (n,)
             One entry per client; NaN where a client has no test data.
+        details : mapping of str to array_like, each of shape (n,)
+            Further columns of the same kind, of the same names in every call.
+
+        Raises
+        ------
+        ValueError
+            If the names of the details are not those of the first call, or one is that of another column.
         """
         ids = np.asarray(client_ids)
         columns = (np.full(len(ids), round), ids, num_examples, scores, loss)
-        arrays = [np.asarray(column) for column in columns]
-        self._clients.append(pa.table(dict(zip(self._schema.names, arrays, strict=True)), schema=self._schema))
+        names = [*self._schema.names, *details]
+        expected = self._clients[0].column_names if self._clients else list(dict.fromkeys(names))
+        if names != expected:
+            raise ValueError(
+                f"clients.parquet has the columns {', '.join(expected)}, but round {round} brings {', '.join(names)}: "
+                "the task's details must have the same names in every round, each one its own."
+            )
+        arrays = [np.asarray(column) for column in (*columns, *details.values())]
+        schema = pa.schema([*self._schema, *((name, pa.float32()) for name in details)])
+        self._clients.append(pa.table(dict(zip(names, arrays, strict=True)), schema=schema))
         if time.monotonic() - self._rewritten > _REWRITE_SECONDS:
             self._write_clients()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from client_apps.data import parquet, png
+from client_apps.data import folders, parquet, png
 from client_apps.data.samples import Samples
 from client_apps.errors import ConfigError
 
@@ -35,13 +35,14 @@ def load(data_dir: Path | None, hub: str | None) -> Samples:
     Raises
     ------
     ConfigError
-        Nothing usable is there, a split or a class is missing, or a file is damaged.
+        Nothing usable is there, a split or a class is missing, two are one folder, a class holds another folder, or
+        something is unreadable or damaged.
     """
     if data_dir is None:
         return _from_parquet(parquet.from_hub(str(hub), COLUMNS))
     roots = [data_dir / "cinic10", data_dir / "CINIC-10", data_dir]
     for root in roots:
-        if any((root / split / name).is_dir() for names in SPLITS for split in names for name in CLASSES):
+        if any(folders.is_dir(root / split / name) for names in SPLITS for split in names for name in CLASSES):
             return _from_folders(root)
     folder = data_dir / "flwrlabs" / "cinic10"
     if files := parquet.train_first(folder.glob("**/*.parquet")):
@@ -56,11 +57,13 @@ def load(data_dir: Path | None, hub: str | None) -> Samples:
 
 
 def _from_folders(root: Path) -> Samples:
-    files = [file for names in SPLITS for file in _files(_split(root, names))]
+    splits = [_split(root, names) for names in SPLITS]
+    _refuse_links([split / name for split in splits for name in CLASSES])
+    files = [file for split in splits for file in _files(split)]
     images = np.empty((len(files), CHANNELS, SIDE, SIDE), np.uint8)
     for row, (path, _) in enumerate(files):
         try:
-            images[row] = png.decode(Path(path).read_bytes(), CHANNELS, SIDE)
+            images[row] = png.decode(path.read_bytes(), CHANNELS, SIDE)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} must be a {SIDE}x{SIDE} PNG image, but {error}; fetch it again or remove it."
@@ -71,7 +74,7 @@ def _from_folders(root: Path) -> Samples:
 
 
 def _split(root: Path, names: tuple[str, ...]) -> Path:
-    found = [root / name for name in names if (root / name).is_dir()]
+    found = [root / name for name in names if folders.is_dir(root / name)]
     if not found:
         raise ConfigError(f"{root} lacks the folder {' or '.join(names)}; fetch the data set again.")
     if len(found) > 1:
@@ -79,21 +82,41 @@ def _split(root: Path, names: tuple[str, ...]) -> Path:
     return found[0]
 
 
-def _files(split: Path) -> list[tuple[str, int]]:
-    """List the image files of a split with their classes, sorted by class and name."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+def _refuse_links(places: Iterable[Path]) -> None:
+    """Refuse two classes, of one split or of two, that a link makes one folder."""
+    seen: dict[Path, Path] = {}
+    for place in places:
+        if folders.is_dir(place):
+            other = seen.setdefault(place.resolve(), place)
+            if other != place:
+                raise ConfigError(f"{place} and {other} are one folder, by a link; put the images of each class there.")
 
-    folders = {entry.name for entry in split.iterdir() if entry.is_dir()}
-    if strange := sorted(folders.difference(CLASSES)):
+
+def _files(split: Path) -> list[tuple[Path, int]]:
+    """List the image files of a split with their classes, sorted by class and name; only those in a class's folder."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension
+
+    there, _ = folders.listing(split)
+    if strange := sorted(set(there).difference(CLASSES)):
         raise ConfigError(
             f"{split / strange[0]} is none of CINIC-10's classes {', '.join(CLASSES)}; rename or remove the folder."
         )
-    numbers = {name: number for number, name in enumerate(CLASSES)}
-    files: list[tuple[str, int]] = make_dataset(str(split), numbers, IMG_EXTENSIONS, allow_empty=True)
-    if empty := sorted(set(numbers.values()).difference(label for _, label in files)):
-        state = "holds no image" if CLASSES[empty[0]] in folders else "is missing"
-        raise ConfigError(f"{split / CLASSES[empty[0]]} {state}; fetch the data set again.")
-    return files
+    found = []
+    for label, name in enumerate(CLASSES):
+        folder = split / name
+        if name not in there:
+            raise ConfigError(f"{folder} is missing; fetch the data set again.")
+        below, files = folders.listing(folder)
+        if below:
+            raise ConfigError(
+                f"{folder / below[0]} is a folder, and images must lie directly in their class's; move its images up "
+                "or remove it."
+            )
+        images = [(folder / file, label) for file in files if has_file_allowed_extension(file, IMG_EXTENSIONS)]
+        if not images:
+            raise ConfigError(f"{folder} holds no image; fetch the data set again.")
+        found += images
+    return found
 
 
 def _from_parquet(parts: Iterable[parquet.Part]) -> Samples:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import csv
 import gzip
 import logging
+import math
+import os
+import reprlib
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +34,14 @@ from monai.transforms import (
 )
 from nibabel.affines import voxel_sizes
 from nibabel.filebasedimages import ImageFileError
+from nibabel.orientations import aff2axcodes
 from nibabel.spatialimages import HeaderDataError
 from nibabel.wrapstruct import WrapStructError
 from numpy.typing import NDArray
 from torch import Tensor
 
 from client_apps.config import PartitionConfig, at_least_zero, choice, fraction, integer, read
+from client_apps.data import folders
 from client_apps.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -52,6 +59,14 @@ _TO_CLASSES = [1, 0, 2]
 # What nibabel, gzip and NumPy raise for damaged files, truncated and with wrong bytes.
 _DAMAGE = (OSError, EOFError, zlib.error, ValueError, OverflowError, ImageFileError, HeaderDataError, WrapStructError)
 _PROGRESS = 100  # subjects between two lines of the log
+_THREADS = 8
+_COLUMNS = ("Partition_ID", "Subject_ID")
+_LONGEST_NAME = 255  # bytes, on the usual file systems
+_MOST_DIGITS = 18  # of an institution's number
+_ORIENTATION = "LPS"  # where the axes of a FeTS volume point: left, posterior, superior
+# Where the corners of two files of a subject may lie apart: so many mm, and so much of the distance from the first.
+_APART_MM, _APART_SHARE = 1e-2, 1e-3
+_LARGEST = 1e15  # intensity; the sum of so many squares, over any volume that fits in memory, is finite in float32
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,8 @@ class FetsConfig:
             )
         if not isinstance(self.partitioning, str) or not _is_name(self.partitioning):
             raise ConfigError(
-                f"dataset.partitioning must be the name of a CSV file beside the subjects, not {self.partitioning!r}."
+                "dataset.partitioning must be the name of a CSV file beside the subjects, not "
+                f"{_short(self.partitioning)}."
             )
         if not isinstance(self.modalities, list | tuple) or not self.modalities:
             raise ConfigError(
@@ -182,7 +198,23 @@ class Grid(NamedTuple):
 
     file: Path
     shape: tuple[int, ...]
-    spacing: tuple[float, ...]
+    affine: NDArray[np.float64]
+    """From indices to mm to the right, anterior and superior, (4, 4)."""
+
+    @property
+    def spacing(self) -> tuple[float, ...]:
+        """Edges of a voxel in mm."""
+        return tuple(float(size) for size in voxel_sizes(self.affine))
+
+    @property
+    def orientation(self) -> str:
+        """Where the axes point: a letter each of left, right, posterior, anterior, superior, inferior; ? for none."""
+        return "".join(code or "?" for code in aff2axcodes(self.affine))
+
+    def corners(self) -> NDArray[np.float64]:
+        """Return where the corner voxels lie in mm, (8, 3), the first voxel first."""
+        indices = np.array(list(product(*((0, size - 1) for size in self.shape))), np.float64)
+        return indices @ self.affine[:3, :3].T + self.affine[:3, 3]
 
 
 def find_root(data_dir: str | None, partitioning: str) -> Path:
@@ -198,7 +230,7 @@ def find_root(data_dir: str | None, partitioning: str) -> Path:
     Raises
     ------
     ConfigError
-        `data_dir` is not set, or there is no such CSV.
+        `data_dir` is not set, there is no such CSV, or a folder cannot be read.
     """
     if data_dir is None:
         raise ConfigError(
@@ -208,11 +240,11 @@ def find_root(data_dir: str | None, partitioning: str) -> Path:
     top = Path(data_dir)
     candidates = (top / FOLDER, top, top / "fets2022" / FOLDER, top / "fets2022")
     for root in candidates:
-        if (root / partitioning).is_file():
+        if folders.is_file(root / partitioning):
             return root
     for root in candidates:
-        if root.name == FOLDER and root.is_dir():
-            there = ", ".join(sorted(file.name for file in root.glob("*.csv"))) or "none"
+        if root.name == FOLDER and folders.is_dir(root):
+            there = ", ".join(name for name in folders.listing(root)[1] if name.endswith(".csv")) or "none"
             raise ConfigError(
                 f"There is no {partitioning} in {root}, where the CSV files are: {there}; set dataset.partitioning to "
                 "one of them or put the file there."
@@ -233,25 +265,37 @@ def institutions(file: Path) -> list[list[str]]:
     """
     try:
         with file.open(newline="", encoding="utf-8-sig") as stream:
-            rows = list(csv.DictReader(stream, skipinitialspace=True))
+            reader = csv.reader(stream, skipinitialspace=True, strict=True)
+            rows = [(reader.line_num, [cell.strip() for cell in row]) for row in reader if row]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{file} is not a readable CSV file; put the partitioning file there again.") from error
-    if not rows:
-        raise ConfigError(f"{file} names no subject; it needs a header Partition_ID,Subject_ID and a row for each.")
-    for column in ("Partition_ID", "Subject_ID"):
-        if column not in rows[0]:
-            raise ConfigError(f"{file} has no column {column}; it needs the columns Partition_ID and Subject_ID.")
+        raise ConfigError(
+            f"{file} is not a readable CSV file ({error}); put the partitioning file there again."
+        ) from error
+    if len(rows) < 2:
+        raise ConfigError(f"{file} names no subject; it needs a header {','.join(_COLUMNS)} and a row for each.")
+    (_, header), *rows = rows
+    for column in _COLUMNS:
+        if column not in header:
+            raise ConfigError(
+                f"{file} has no column {column}; it needs the columns {' and '.join(_COLUMNS)}, separated by commas, "
+                f"and its header is {_short(','.join(header))}."
+            )
+        if header.count(column) > 1:
+            raise ConfigError(f"{file} has the column {column} twice; remove one of them.")
+    places = [header.index(column) for column in _COLUMNS]
     found: dict[int, list[str]] = {}
     seen: set[str] = set()
-    for number, row in enumerate(rows, start=1):
-        partition, subject = ((row[column] or "").strip() for column in ("Partition_ID", "Subject_ID"))
-        if not (partition.isascii() and partition.isdecimal()):
+    for line, row in rows:
+        partition, subject = (row[place] if place < len(row) else "" for place in places)
+        if not (partition.isascii() and partition.isdecimal() and len(partition) <= _MOST_DIGITS):
             raise ConfigError(
-                f"{file}, row {number}: Partition_ID must be an integer of at least 0, not {partition!r}; correct it."
+                f"{file}, line {line}: Partition_ID must be an integer of at least 0 with at most {_MOST_DIGITS} "
+                f"digits, not {_short(partition)}; correct it."
             )
-        if not _is_name(subject):
+        if not _is_name(subject, suffix=max((_suffix(kind) for kind in (*MODALITIES, SEG)), key=len)):
             raise ConfigError(
-                f"{file}, row {number}: Subject_ID must be the name of a subject's folder, not {subject!r}; correct it."
+                f"{file}, line {line}: Subject_ID must be the name of a subject's folder, not {_short(subject)}; "
+                "correct it."
             )
         if subject in seen:
             raise ConfigError(f"{file} names {subject} twice; remove one of its rows.")
@@ -263,22 +307,30 @@ def institutions(file: Path) -> list[list[str]]:
 def check(root: Path, subjects: Sequence[str], modalities: Sequence[str]) -> None:
     """Read all files of the subjects, headers first, so that most of what is wrong is found at once.
 
-    A file that has been read and is unchanged since is not read again in this process.
+    The files are then read by as many threads as there are cores, at most eight, each with one file in memory at a
+    time; of several that cannot be used the first in order is told. A file that has been read and is unchanged since
+    is not read again in this process.
 
     Raises
     ------
     ConfigError
-        A folder or file is missing, unreadable, truncated, of another shape than the subject's others, or its values
-        are not those of an image or segmentation.
+        A folder or file is missing, unreadable or truncated, does not lie in the grid of the subject's others or is
+        not oriented as FeTS is, or its values are not those of an image or segmentation.
     """
     for subject in subjects:
         _agree([_header(file) for file in _files(root, subject, modalities)])
-    for number, subject in enumerate(subjects, start=1):
-        for file in _files(root, subject, modalities):
+    read_all = partial(_check_values, root, modalities)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        for number, _ in enumerate(pool.map(read_all, subjects), start=1):
+            if number % _PROGRESS == 0 or number == len(subjects):
+                log.info("Checked %d of %d subjects of FeTS2022", number, len(subjects))
+
+
+def _check_values(root: Path, modalities: Sequence[str], subject: str) -> None:
+    for file in _files(root, subject, modalities):
+        with _readable(file):
             status = file.stat()
-            _checked(file, status.st_size, status.st_mtime_ns)
-        if number % _PROGRESS == 0 or number == len(subjects):
-            log.info("Checked %d of %d subjects of FeTS2022", number, len(subjects))
+        _checked(file, status.st_size, status.st_mtime_ns)
 
 
 @cache
@@ -375,6 +427,8 @@ class Patches:
         return patch["image"].as_tensor(), patch["label"].as_tensor()[_TO_CLASSES].float()
 
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 _CONVERT = ConvertToMultiChannelBasedOnBratsClasses()
 _PREPROCESS = Compose(
     [
@@ -385,20 +439,30 @@ _PREPROCESS = Compose(
 )
 
 
-def _is_name(text: str) -> bool:
-    """Tell whether a text is one part of a path, so that a CSV cannot lead out of its folder."""
-    return text not in ("", "..") and Path(text).name == text
+def _is_name(text: str, suffix: str = "") -> bool:
+    """Tell whether a text is one part of a path, so that a CSV cannot lead out of its folder, and short enough."""
+    short = len((text + suffix).encode("utf-8", "replace")) <= _LONGEST_NAME
+    return text not in ("", "..") and Path(text).name == text and short
+
+
+def _short(value: Any) -> str:
+    """Return a value for a message, which a text of any length must leave readable."""
+    return _SHORT.repr(value)
+
+
+def _suffix(kind: str) -> str:
+    return f"_{kind}.nii.gz"
 
 
 def _file(root: Path, subject: str, kind: str) -> Path:
     """Return where a modality or the segmentation of a subject lies, which is there."""
     folder = root / subject
-    if not folder.is_dir():
+    if not folders.is_dir(folder):
         raise ConfigError(
             f"{root} has no folder {subject}, which the partitioning CSV names; put it there or remove its row."
         )
-    file = folder / f"{subject}_{kind}.nii.gz"
-    if not file.is_file():
+    file = folder / f"{subject}{_suffix(kind)}"
+    if not folders.is_file(file):
         what = "segmentation" if kind == SEG else f"modality {kind}"
         instead = "" if kind == SEG else ", leave the modality out of dataset.modalities"
         raise ConfigError(
@@ -425,13 +489,18 @@ def _read(file: Path) -> tuple[Grid, NDArray[Any]]:
     Not by MONAI's LoadImaged, which stops before the check sum of the compression and does not name a damaged file.
     """
     with _readable(file):
-        image = nib.Nifti1Image.from_bytes(gzip.decompress(file.read_bytes()))
-    grid = _grid(file, image)  # refuses a shape before as many values are asked for
+        content = gzip.decompress(file.read_bytes())
+        image = nib.Nifti1Image.from_bytes(content)
+    grid = _grid(file, image)
     with _readable(file):
-        values = np.asanyarray(image.dataobj)
+        needed = max(image.dataobj.offset, 0) + math.prod(grid.shape) * image.dataobj.dtype.itemsize
+        if len(content) < needed:  # told before as much memory is asked for
+            raise ValueError(f"its header asks for {needed} bytes and it has {len(content)}")
+        with np.errstate(over="ignore", invalid="ignore"):  # by the header's scale; told below
+            values = np.asanyarray(image.dataobj)
     if values.dtype.kind not in "iuf":
         raise ConfigError(f"{file} holds values of the type {values.dtype} instead of numbers; fetch the file again.")
-    if file.name.endswith(f"_{SEG}.nii.gz"):
+    if file.name.endswith(_suffix(SEG)):
         known = np.zeros(values.shape, bool)
         for label in LABELS:
             known |= values == label
@@ -441,27 +510,40 @@ def _read(file: Path) -> tuple[Grid, NDArray[Any]]:
                 f"{', '.join(map(str, LABELS))}; fetch the file again or correct its labels."
             )
     else:
-        with np.errstate(over="ignore"):
-            finite = bool(np.isfinite(values.astype(np.float32)).all()) if values.dtype.kind == "f" else True
-        if not finite:
+        low, high = float(values.min()), float(values.max())
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise ConfigError(f"{file} holds NaN or infinite intensities; fetch the file again or remove the subject.")
-        if not values.any():
+        largest = max(-low, high)
+        if largest > _LARGEST:
+            raise ConfigError(
+                f"{file} holds intensities up to {largest:.3g} in size, beyond {_LARGEST:g}, with which float32 cannot "
+                "reckon; correct the scale in its header or remove the subject."
+            )
+        if not np.float32(largest):
             raise ConfigError(f"{file} is 0 everywhere; fetch the file again or remove the subject.")
     return grid, values
 
 
 def _grid(file: Path, image: Any) -> Grid:
     shape = tuple(int(size) for size in image.shape)
+    if len(shape) > 3 and min(shape) > 0 and set(shape[3:]) == {1}:
+        raise ConfigError(
+            f"{file} has the shape {shape} instead of three axes; store it without the last, for example after "
+            "nibabel.squeeze_image."
+        )
     if len(shape) != 3 or min(shape) < 1:
         raise ConfigError(f"{file} has the shape {shape} instead of three axes; fetch the file again.")
-    spacing = tuple(float(size) for size in voxel_sizes(image.affine))
-    if not all(np.isfinite(size) and size > 0 for size in spacing):
-        raise ConfigError(f"{file} has voxels of {spacing} mm; correct the affine in its header.")
-    return Grid(file, shape, spacing)
+    grid = Grid(file, shape, np.asarray(image.affine, np.float64))
+    if not (np.isfinite(grid.affine).all() and min(grid.spacing) > 0):
+        first = tuple(grid.affine[:3, 3].tolist())
+        raise ConfigError(
+            f"{file} has voxels of {grid.spacing} mm, the first at {first} mm; correct the affine in its header."
+        )
+    return grid
 
 
 def _agree(grids: Sequence[Grid]) -> None:
-    """Refuse files of a subject that do not lie in one grid."""
+    """Refuse files of a subject that do not lie in one grid, or in one that is oriented otherwise than FeTS."""
     first = grids[0]
     for other in grids[1:]:
         if other.shape != first.shape:
@@ -474,12 +556,28 @@ def _agree(grids: Sequence[Grid]) -> None:
                 f"{other.file} has voxels of {other.spacing} mm and {first.file.name} of {first.spacing} mm; the files "
                 "of a subject must be of one grid, so fetch both again or remove the subject from the partitioning CSV."
             )
+        ours, theirs = first.corners(), other.corners()
+        apart = np.linalg.norm(theirs - ours, axis=1)
+        if (apart > _APART_MM + _APART_SHARE * np.linalg.norm(ours - ours[0], axis=1)).any():
+            raise ConfigError(
+                f"{other.file}, oriented {other.orientation}, has voxels {apart.max():.3g} mm away from those of "
+                f"{first.file.name}, oriented {first.orientation}; the files of a subject must be of one grid, so "
+                "resample one to the other, fetch both again or remove the subject from the partitioning CSV."
+            )
+    if first.orientation != _ORIENTATION:
+        raise ConfigError(
+            f"{first.file} and the subject's other files are oriented {first.orientation} instead of {_ORIENTATION} "
+            "(axes to the left, posterior and superior), as FeTS2022 is; reorient them, for example with nibabel's "
+            "as_reoriented, or remove the subject from the partitioning CSV."
+        )
 
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
     try:
         yield
+    except PermissionError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); let this user read it.") from error
     except _DAMAGE as error:
         reason = " ".join(str(error).split()).rstrip(".").replace("; ", ", ") or type(error).__name__
         raise ConfigError(

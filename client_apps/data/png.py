@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+_DEPTH = 24  # after the signature and, of the first chunk, IHDR: length, type, width and height
+
 
 def decode(content: bytes, channels: int, side: int) -> NDArray[np.uint8]:
     """Decode a PNG file's content; grey levels become RGB and colours grey levels where `channels` asks for it.
@@ -28,7 +30,7 @@ def decode(content: bytes, channels: int, side: int) -> NDArray[np.uint8]:
         with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
             if image.size != (side, side):  # known before any pixel is decoded
                 raise ValueError(f"it has {image.width}x{image.height} pixels")
-            if image.mode.startswith("I"):  # Pillow would clip these at 255
+            if content[_DEPTH] == 16:  # Pillow would clip grey levels at 255 and drop the lower half of colours
                 raise ValueError("it has 16 bits a channel")
             pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     except UnidentifiedImageError as error:

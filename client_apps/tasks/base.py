@@ -66,8 +66,11 @@ class Task(Protocol):
         """Name of the score a model is judged by, such as accuracy: in [0, 1], higher is better."""
 
     @property
-    def sums(self) -> Sequence[str]:
-        """Names of the entries of `Evaluation.sums`; none is the name of a metric."""
+    def sums(self) -> Mapping[str, tuple[int, ...]]:
+        """The entries of `Evaluation.sums` and the shape of one client's; no name is that of a metric.
+
+        They are never negative.
+        """
 
     def check(self) -> None:
         """Read the data and raise ConfigError for whatever could stop a client later."""

@@ -55,7 +55,7 @@ class ClassificationTask(DealtTask[NDArray[np.int64]]):
         choice("dataset.name", self.dataset.name, [*data.SOURCES, "fets2022"])
         self.source = data.SOURCES[self.dataset.name]
         self.metric = "accuracy"
-        self.sums = ("correct", "class_counts")
+        self.sums: Mapping[str, tuple[int, ...]] = {"correct": (), "class_counts": (3, self.source.num_classes)}
         self.vectorized: bool = self._vectorizes(self.new_model())  # new_model refuses a model that does not fit
 
     def check(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -26,6 +28,8 @@ from client_apps.errors import ConfigError
 from client_apps.tasks.base import Evaluation, Example, SplitName, quotient
 from client_apps.tasks.dealt import DealtTask, Split
 from client_apps.training import SGD, TrainResult, descend, isolated_rng, seed_of
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -54,7 +58,7 @@ class SegmentationTask(DealtTask[tuple[str, ...]]):
     """
 
     metric = "dice"
-    sums = ("dice_sum", "hd95_sum")
+    sums: Mapping[str, tuple[int, ...]] = MappingProxyType(dict.fromkeys(("dice_sum", "hd95_sum"), (len(CLASSES),)))
     vectorized = False
 
     def __init__(self, cfg: Mapping[str, Any]) -> None:
@@ -291,6 +295,11 @@ class SegmentationTask(DealtTask[tuple[str, ...]]):
             raise ConfigError(
                 f"num_clients={self.num_clients} exceeds the {len(parts)} institutions of {file}; set "
                 f"num_clients={len(parts)} or choose another dataset.partitioning."
+            )
+        if left_out := len(parts) - self.num_clients:
+            log.warning(
+                "num_clients=%d leaves out the last %d of the %d institutions of %s; set num_clients=%d to take all",
+                *(self.num_clients, left_out, len(parts), file, len(parts)),
             )
         return [self._split_locally(cid, part) for cid, part in enumerate(parts[: self.num_clients])]
 

@@ -40,10 +40,23 @@ def arrays(number: int, shape: Sequence[int] = SHAPE) -> dict[str, NDArray[Any]]
     return found
 
 
-def save(file: Path, values: NDArray[Any], spacing: Sequence[float] = SPACING) -> None:
-    """Write a NIfTI file with the orientation of FeTS."""
+def affine(spacing: Sequence[float] = SPACING) -> NDArray[np.float64]:
+    """The affine of FeTS: LPS, with its origin."""
     x, y, z = spacing
-    nib.save(nib.Nifti1Image(values, np.diag([-x, -y, z, 1.0])), file)
+    found = np.diag([-x, -y, z, 1.0])
+    found[1, 3] = 239
+    return found
+
+
+def save(
+    file: Path,
+    values: NDArray[Any],
+    spacing: Sequence[float] = SPACING,
+    *,
+    where: NDArray[np.float64] | None = None,
+) -> None:
+    """Write a NIfTI file with the affine of FeTS, or another (`where`)."""
+    nib.save(nib.Nifti1Image(values, affine(spacing) if where is None else where, dtype=values.dtype), file)
 
 
 def write_csv(file: Path, institutions: Mapping[int, Sequence[str]]) -> None:

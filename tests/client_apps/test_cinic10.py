@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
 import re
 import shutil
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,17 @@ def png_bytes(pixels: np.ndarray, format: str = "PNG") -> bytes:
     stream = io.BytesIO()
     Image.fromarray(pixels).save(stream, format)
     return stream.getvalue()
+
+
+def png_of_16_bits(colour_type: int, channels: int) -> bytes:
+    """A PNG file by the standard's own rules, as Pillow writes none of 16 bits in colour."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", 32, 32, 16, colour_type, 0, 0, 0)
+    rows = (b"\0" + bytes(range(2 * channels)) * 32) * 32  # of each row first its filter, none
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 def colour(split: int, label: int) -> np.ndarray:
@@ -232,6 +247,69 @@ def test_an_empty_class_is_named(tmp_path: Path) -> None:
     assert refusal(tmp_path) == f"{folder} holds no image; fetch the data set again."
 
 
+@pytest.mark.parametrize("link", [None, "cat", "../train"], ids=["folder", "link to a class", "link to a split"])
+def test_a_folder_in_a_class_is_named(tmp_path: Path, link: str | None) -> None:
+    below = write_folders(tmp_path / "cinic10") / "train" / "dog" / "loop"
+    if link is None:
+        below.mkdir()
+        (below / "1.png").write_bytes(png_bytes(colour(0, 5)))
+    else:
+        below.symlink_to(f"../{link}")
+    assert refusal(tmp_path) == (
+        f"{below} is a folder, and images must lie directly in their class's; move its images up or remove it."
+    )
+
+
+@pytest.mark.parametrize("target", ["train/cat", "test/dog"])
+def test_a_class_that_is_a_link_to_another_is_refused(tmp_path: Path, target: str) -> None:
+    root = write_folders(tmp_path / "cinic10")
+    shutil.rmtree(root / "train" / "dog")
+    (root / "train" / "dog").symlink_to(root / target)
+    message = refusal(tmp_path)
+    assert message.endswith(" are one folder, by a link; put the images of each class there.")
+    assert str(root / "train" / "dog") in message
+    assert str(root / target) in message
+
+
+def test_a_class_may_be_a_link_to_its_images_elsewhere(tmp_path: Path) -> None:
+    root = write_folders(tmp_path / "cinic10")
+    shutil.move(root / "train" / "dog", tmp_path / "elsewhere")
+    (root / "train" / "dog").symlink_to(tmp_path / "elsewhere")
+    assert_merged(load(tmp_path, None))
+
+
+def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    file = write_folders(tmp_path / "cinic10") / "train" / "dog" / "lost.png"
+    file.symlink_to("nowhere")
+    assert refusal(tmp_path).startswith(f"{file} must be a 32x32 PNG image, but ")
+
+
+@pytest.mark.parametrize("place", ["train/dog", "train"])
+def test_an_unreadable_folder_says_so(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, scan = write_folders(tmp_path / "cinic10") / place, os.scandir
+
+    def scandir(path: Any) -> Any:  # the tests may run as root, to whom every folder is open
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    message = refusal(tmp_path)
+    assert message == f"{closed} cannot be read (Permission denied); let this user read it, or correct the name."
+
+
+def test_a_folder_that_cannot_be_looked_into_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, look = write_folders(tmp_path / "cinic10"), Path.stat
+
+    def stat(self: Path, **options: Any) -> os.stat_result:
+        if root in self.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return look(self, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert refusal(tmp_path).startswith(f"{root / 'train' / 'airplane'} cannot be read (Permission denied); let this")
+
+
 @pytest.mark.parametrize("name", ["lorry", "Truck"])
 def test_a_strange_class_is_named(tmp_path: Path, name: str) -> None:
     folder = write_folders(tmp_path / "cinic10") / "test" / "truck"
@@ -254,6 +332,8 @@ def damaged() -> dict[str, tuple[bytes, str]]:
         "small": (png_bytes(pixels[:31]), r"it has 32x31 pixels"),
         "large": (png_bytes(np.zeros((64, 64, 3), np.uint8)), r"it has 64x64 pixels"),
         "deep": (png_bytes(np.full((32, 32), 1000, np.uint16)), r"it has 16 bits a channel"),
+        "deep colours": (png_of_16_bits(2, 3), r"it has 16 bits a channel"),
+        "deep colours, opacity": (png_of_16_bits(6, 4), r"it has 16 bits a channel"),
     }
 
 

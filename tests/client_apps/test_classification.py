@@ -140,6 +140,7 @@ def test_macro_f1_is_scikit_learns_over_all_clients_samples() -> None:
     found = task.evaluate(model, cids)
     expected = f1_score(task._samples.labels[test], guessed, average="macro", zero_division=0)
     assert task.summary(found) == {"macro_f1": pytest.approx(expected, rel=1e-12)}
+    assert task.details(found) == {}
     np.testing.assert_array_equal(found.sums["class_counts"].sum(2)[:, 0], found.sums["correct"])
     np.testing.assert_array_equal(found.sums["class_counts"].sum(2)[:, 2], found.num_examples)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import logging
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,29 +58,57 @@ def test_institutions_come_in_the_order_of_their_numbers_and_subjects_by_name(tm
         ("", r"parts.csv names no subject; it needs a header"),
         ("Partition_ID,Subject_ID\n", r"parts.csv names no subject"),
         ("Partition,Subject_ID\n1,a\n", r"parts.csv has no column Partition_ID; it needs the columns"),
-        ("Partition_ID;Subject_ID\n1;a\n", r"parts.csv has no column Partition_ID"),
+        (
+            "Partition_ID;Subject_ID\n1;a\n",
+            r"no column Partition_ID; .* separated by commas, and its header is 'Partition_ID;Subject_ID'\.",
+        ),
+        ("a" * 9000 + "\n1\n", r"its header is 'a+\.\.\.a+'\."),
+        ("Partition_ID,Subject_ID,Subject_ID\n1,a,b\n", r"parts.csv has the column Subject_ID twice; remove one of"),
+        ("Subject_ID,Partition_ID, Partition_ID\na,1,1\n", r"parts.csv has the column Partition_ID twice; remove"),
         ("Partition_ID,Subject\n1,a\n", r"parts.csv has no column Subject_ID"),
         ("Partition_ID,Subject_ID\n1,a\n2,a\n", r"parts.csv names a twice; remove one of its rows"),
-        ("Partition_ID,Subject_ID\n1,a\n-1,b\n", r"row 2: Partition_ID must be an integer of at least 0, not '-1'"),
-        ("Partition_ID,Subject_ID\n1.5,a\n", r"row 1: Partition_ID must be an integer of at least 0, not '1.5'"),
-        ("Partition_ID,Subject_ID\n²,a\n", r"row 1: Partition_ID must be an integer"),
-        ("Partition_ID,Subject_ID\n,a\n", r"row 1: Partition_ID must be an integer of at least 0, not ''"),
-        ("Partition_ID,Subject_ID\n1\n", r"row 1: Subject_ID must be the name of a subject's folder, not ''"),
-        ("Partition_ID,Subject_ID\n1,../a\n", r"row 1: Subject_ID must be the name of a subject's folder, not '../a'"),
-        ("Partition_ID,Subject_ID\n1,..\n", r"row 1: Subject_ID must be the name of a subject's folder, not '..'"),
+        (
+            "Partition_ID,Subject_ID\n1,a\n-1,b\n",
+            r"line 3: Partition_ID must be an integer of at least 0 with .*, not '-1'",
+        ),
+        (
+            "Partition_ID,Subject_ID\n1.5,a\n",
+            r"line 2: Partition_ID must be an integer of at least 0 with .*, not '1.5'",
+        ),
+        ("Partition_ID,Subject_ID\n²,a\n", r"line 2: Partition_ID must be an integer"),
+        ("Partition_ID,Subject_ID\n,a\n", r"line 2: Partition_ID must be an integer of at least 0 with .*, not ''"),
+        ("Partition_ID,Subject_ID\n1\n", r"line 2: Subject_ID must be the name of a subject's folder, not ''"),
+        ("Partition_ID,Subject_ID\n1,../a\n", r"line 2: Subject_ID must be the name of a subject's folder, not '../a'"),
+        ("Partition_ID,Subject_ID\n\n\n1,a\n\nx,b\n", r"line 6: Partition_ID must be .*, not 'x'"),
+        (f"Partition_ID,Subject_ID\n{'7' * 5000},a\n", r"with at most 18 digits, not '7+\.\.\.7+'; correct it"),
+        (
+            f"Partition_ID,Subject_ID\n1,{'a' * 243}\n",
+            r"line 2: Subject_ID must be .*, not 'a+\.\.\.a+'; correct",
+        ),
+        (f"Partition_ID,Subject_ID\n1,{'é' * 130}\n", r"line 2: Subject_ID must be the name of a subject's folder"),
+        ('Partition_ID,Subject_ID\n1,"a\n2,b\n', r"parts.csv is not a readable CSV file \(.*\); put the partitioning"),
+        ('Partition_ID,Subject_ID\n1,"a"b\n', r"parts.csv is not a readable CSV file \(.*\); put the partitioning"),
+        ("Partition_ID,Subject_ID\n1,..\n", r"line 2: Subject_ID must be the name of a subject's folder, not '..'"),
     ],
 )
 def test_an_odd_partitioning_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "parts.csv"
     file.write_text(text, "utf-8")
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         fets2022.institutions(file)
+    assert len(str(caught.value).replace(str(tmp_path), "")) < 300
+
+
+def test_spaces_around_names_are_no_part_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "parts.csv"
+    file.write_text(" Partition_ID , Subject_ID \n 2 , b \n1 ,a\t\n", "utf-8")
+    assert fets2022.institutions(file) == [["a"], ["b"]]
 
 
 def test_a_partitioning_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "parts.csv"
     file.write_bytes(b"\xff\xfe\x00\x00")
-    with pytest.raises(ConfigError, match=r"parts.csv is not a readable CSV file; put the partitioning file there"):
+    with pytest.raises(ConfigError, match=r"parts.csv is not a readable CSV file \(.*\); put the partitioning file"):
         fets2022.institutions(file)
 
 
@@ -102,6 +133,60 @@ def test_a_folder_that_is_not_there_is_refused(data_dir: str | None, message: st
 def test_a_partitioning_that_is_not_there_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no parts.csv in .*, where the CSV files are: partitioning_1.csv;"):
         fets2022.find_root(str(folder.parent), "parts.csv")
+
+
+def test_a_folder_with_the_name_of_a_partitioning_is_none(tmp_path: Path) -> None:
+    (tmp_path / FOLDER / "partitioning_1.csv").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"There is no partitioning_1.csv in .*, where the CSV files are: none;"):
+        fets2022.find_root(str(tmp_path), "partitioning_1.csv")
+
+
+@pytest.mark.parametrize("data_dir", ["d" * 5000, "a\0b"], ids=["long", "zero byte"])
+def test_a_folder_that_cannot_be_is_refused(data_dir: str) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \((File name too long|embedded null byte)\); let this user"):
+        fets2022.find_root(data_dir, "partitioning_1.csv")
+
+
+@pytest.mark.parametrize("name", ["c" * 256, "é" * 128])
+def test_a_partitioning_with_too_long_a_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"dataset.partitioning must be the name of a CSV file .*\.\.\."):
+        settings(partitioning=name)
+
+
+def closed(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """Close a folder to this user, who may be root: nothing below it can be looked at, and it cannot be listed."""
+    look, scan = Path.stat, os.scandir
+
+    def refuse(path: Path) -> None:
+        if place == path or place in path.parents:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    def stat(self: Path, **options: Any) -> os.stat_result:
+        if self != place:
+            refuse(self)
+        return look(self, **options)
+
+    def scandir(path: Any) -> Any:
+        refuse(Path(path))
+        return scan(path)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+def test_a_closed_folder_is_named(one: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        closed(patch, one)
+        with pytest.raises(
+            ConfigError, match=rf"{FOLDER}/partitioning_1.csv cannot be read \(Permission denied\); let"
+        ):
+            fets2022.find_root(str(one.parent), "partitioning_1.csv")
+    closed(monkeypatch, one / SUBJECT)
+    for use in (fets2022.check, lambda root, subjects, kinds: fets2022.load(root, SUBJECT, kinds)):
+        with pytest.raises(
+            ConfigError, match=r"_flair.nii.gz cannot be read \(Permission denied\); let this user read"
+        ):
+            use(one, [SUBJECT], TWO)
 
 
 # Preprocessing
@@ -275,6 +360,50 @@ def without_edge(folder: Path, file: Path) -> None:
     file.write_bytes(gzip.compress(bytes(raw)))
 
 
+def moved(flips: tuple[int, ...] = (), order: tuple[int, ...] = (0, 1, 2), by: float = 0) -> Damage:
+    """The same image in another orientation, with the affine that goes with it, `by` mm away."""
+
+    def damage(folder: Path, file: Path) -> None:
+        values, where = fets.arrays(1)["t1ce"], fets.affine()
+        for axis in flips:
+            where[:3, 3] += where[:3, axis] * (values.shape[axis] - 1)
+            where[:3, axis] *= -1
+            values = np.flip(values, axis)
+        where[2, 3] += by
+        fets.save(file, values.transpose(order), where=where[:, [*order, 3]])
+
+    return damage
+
+
+def turned(angle: float) -> Damage:
+    def damage(folder: Path, file: Path) -> None:
+        turn = np.eye(4)
+        turn[:2, :2] = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+        fets.save(file, fets.arrays(1)["t1ce"], where=fets.affine() @ turn)
+
+    return damage
+
+
+def scaled_in_the_header(folder: Path, file: Path) -> None:
+    raw = bytearray(gzip.decompress(file.read_bytes()))
+    raw[112:116] = np.float32(1e35).tobytes()  # scl_slope
+    file.write_bytes(gzip.compress(bytes(raw)))
+
+
+def huge_headers(folder: Path, file: Path) -> None:
+    for each in folder.iterdir():
+        raw = bytearray(gzip.decompress(each.read_bytes()))
+        raw[42:48] = np.int16([32767] * 3).tobytes()  # dim
+        each.write_bytes(gzip.compress(bytes(raw)))
+
+
+def nowhere(folder: Path, file: Path) -> None:
+    raw = bytearray(gzip.decompress(file.read_bytes()))
+    raw[292:296] = np.float32(np.nan).tobytes()  # the origin in srow_x
+    raw[252:256] = b"\0\0\2\0"
+    file.write_bytes(gzip.compress(bytes(raw)))
+
+
 DAMAGES: list[tuple[str, Damage, str]] = [
     ("folder", lambda folder, file: shutil.rmtree(folder), r"has no folder FeTS2022_00001, which the partitioning CSV"),
     ("modality", lambda folder, file: file.unlink(), r"00001 has no FeTS2022_00001_t1ce.nii.gz, the modality t1ce of"),
@@ -321,15 +450,51 @@ DAMAGES: list[tuple[str, Damage, str]] = [
         rewritten(lambda image: image, spacing=(1, 1, 2)),
         r"_t1ce.nii.gz has voxels of \(1.0, 1.0, 2.0\) mm and",
     ),
-    ("spacing 0", without_edge, r"_t1ce.nii.gz has voxels of \(0.0, .*\) mm; correct the affine in its header"),
+    ("spacing 0", without_edge, r"_t1ce.nii.gz has voxels of \(0.0, .*\) mm, the first .*; correct the affine in"),
     (
         "four axes",
         rewritten(lambda image: image[..., None].repeat(2, -1)),
-        r"_t1ce.nii.gz has the shape \(24, 24, 20, 2\)",
+        r"_t1ce.nii.gz has the shape \(24, 24, 20, 2\) instead of three axes; fetch the file again",
     ),
+    (
+        "a last axis of 1",
+        rewritten(lambda image: image[..., None]),
+        r"_t1ce.nii.gz has the shape \(24, 24, 20, 1\) instead of .*; store it without the last, .*squeeze_image",
+    ),
+    (
+        "mirrored",
+        moved(flips=(0,)),
+        r"_t1ce.nii.gz, oriented RPS, has voxels 23 mm away from those of FeTS2022_00001_flair.nii.gz, oriented LPS;",
+    ),
+    (
+        "axes swapped",
+        moved(order=(1, 0, 2)),
+        r"_t1ce.nii.gz, oriented PLS, has voxels .* mm away from those of FeTS2022_00001_flair.nii.gz, oriented LPS;",
+    ),
+    ("origin", moved(by=50), r"_t1ce.nii.gz, .* 50 mm away from those of FeTS2022_00001_flair.nii.gz, .* of one grid"),
+    ("origin by little", moved(by=0.1), r"_t1ce.nii.gz, .* 0.1 mm away from those of FeTS2022_00001_flair.nii.gz"),
+    ("turned", turned(0.01), r"_t1ce.nii.gz, .* mm away from those of FeTS2022_00001_flair.nii.gz, .* of one grid"),
+    (
+        "origin NaN",
+        nowhere,
+        r"_t1ce.nii.gz has voxels of .* mm, the first at \(nan, .*\) mm; correct the affine in its",
+    ),
+    (
+        "huge headers",
+        huge_headers,
+        r"_flair.nii.gz is not a readable .*its header asks for \d{14} bytes and it has \d+\); fetch it again",
+    ),
+    (
+        "scale",
+        scaled_in_the_header,
+        r"_t1ce.nii.gz holds intensities up to .*e\+37 in size, beyond 1e\+15, .*; correct the scale in its header or",
+    ),
+    ("large", rewritten(with_value(-1e38)), r"_t1ce.nii.gz holds intensities up to 1e\+38 in size, beyond 1e\+15"),
+    ("large integer", rewritten(lambda image: image.astype(np.int64) * 2**54), r"_t1ce.nii.gz holds intensities up to"),
     ("NaN", rewritten(with_value(np.nan)), r"_t1ce.nii.gz holds NaN or infinite intensities; fetch the file again"),
     ("infinite", rewritten(with_value(-np.inf)), r"_t1ce.nii.gz holds NaN or infinite intensities"),
-    ("beyond float32", rewritten(with_value(1e300)), r"_t1ce.nii.gz holds NaN or infinite intensities"),
+    ("beyond float32", rewritten(with_value(1e300)), r"_t1ce.nii.gz holds intensities up to 1e\+300 in size, beyond"),
+    ("below float32", rewritten(lambda image: image * 1e-300), r"_t1ce.nii.gz is 0 everywhere"),
     ("0", rewritten(np.zeros_like), r"_t1ce.nii.gz is 0 everywhere; fetch the file again or remove the subject"),
     (
         "complex",
@@ -354,6 +519,38 @@ def test_a_file_that_cannot_be_used_is_named_before_training_and_in_it(one: Path
         assert "\n" not in text
         assert text.endswith(".")
         assert ". " not in text
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [(np.diag([1.0, 1, 1, 1]), "RAS"), (np.diag([-1.0, 1, 1, 1]), "LAS"), (fets.affine()[[1, 0, 2, 3]], "PLS")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_subject_oriented_otherwise_than_fets_is_refused(one: Path, where: np.ndarray, code: str) -> None:
+    for kind in (*TWO, "seg"):
+        fets.save(one / SUBJECT / f"{SUBJECT}_{kind}.nii.gz", fets.arrays(1)[kind], where=where)
+    message = (
+        rf"_flair.nii.gz and .* are oriented {code} instead of LPS \(.*\), as FeTS2022 is; reorient them, .* CSV\.$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fets2022.check(one, [SUBJECT], TWO)
+    with pytest.raises(ConfigError, match=message):
+        fets2022.load(one, SUBJECT, TWO)
+
+
+@pytest.mark.parametrize("damage", [moved(by=5e-3), turned(1e-4)], ids=["origin", "turned"])
+def test_rounding_in_the_affine_is_none_of_these(one: Path, damage: Damage) -> None:
+    damage(one / SUBJECT, one / SUBJECT / f"{SUBJECT}_t1ce.nii.gz")
+    fets2022.check(one, [SUBJECT], TWO)
+
+
+def test_the_largest_intensities_are_normalised(one: Path) -> None:
+    before = fets2022.load(one, SUBJECT, TWO)
+    for kind in TWO:
+        image = fets.arrays(1)[kind]
+        fets.save(one / SUBJECT / f"{SUBJECT}_{kind}.nii.gz", image * (1e15 / image.max()))
+    fets2022.check(one, [SUBJECT], TWO)
+    torch.testing.assert_close(fets2022.load(one, SUBJECT, TWO).image, before.image, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -395,7 +592,57 @@ def test_what_has_been_checked_and_is_unchanged_is_not_read_again(
     assert len(files) == 4
 
 
+def test_files_are_read_side_by_side_and_no_more_than_there_are_cores(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meet, lock, reading, most = threading.Barrier(3), threading.Lock(), set(), []
+
+    def read(file: Path) -> None:
+        with lock:
+            reading.add(file)
+            most.append(len(reading))
+        meet.wait(60)  # breaks unless three are read at once
+        with lock:
+            reading.remove(file)
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(fets2022, "_checked", lambda file, size, mtime: read(file))
+    fets2022.check(folder, fets.SUBJECTS[:3], MODALITIES)
+    assert (len(most), max(most)) == (15, 3)
+
+
+def test_of_several_bad_files_the_first_in_order_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = fets.write(tmp_path, modalities=TWO)
+    for subject in fets.SUBJECTS[1:3]:
+        fets.save(root / subject / f"{subject}_t1ce.nii.gz", np.zeros(fets.SHAPE, np.int16))
+    later_failed, read = threading.Event(), fets2022._read
+
+    def slow(file: Path) -> Any:
+        if file.name.startswith(fets.SUBJECTS[1]):
+            assert later_failed.wait(60)
+        try:
+            return read(file)
+        except ConfigError:
+            later_failed.set()
+            raise
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(fets2022, "_read", slow)
+    with pytest.raises(ConfigError, match=rf"{fets.SUBJECTS[1]}_t1ce.nii.gz is 0 everywhere"):
+        fets2022.check(root, fets.SUBJECTS, TWO)
+
+
 # Real subjects
+
+
+@pytest.mark.parametrize("name", ["fets2022", "fets2022_2mm"])
+def test_every_real_file_lies_in_the_grid_of_its_subject(data_dir: Path, name: str) -> None:
+    subjects = [folder for folder in (data_dir / name / FOLDER).iterdir() if folder.is_dir()]
+    assert len(subjects) == {"fets2022": 2, "fets2022_2mm": 9}[name]
+    for folder in subjects:
+        grids = [fets2022._header(file) for file in folder.glob("*.nii.gz")]
+        assert len(grids) in (3, 5)
+        fets2022._agree(grids)
 
 
 def test_the_real_subjects_can_be_used(data_dir: Path) -> None:
@@ -431,5 +678,5 @@ def test_the_official_partitionings_are_read(data_dir: Path) -> None:
     for name, institutions, subjects in (("partitioning_1", 23, 1251), ("partitioning_2", 33, 1251)):
         parts = fets2022.institutions(folder / f"{name}.csv")
         assert (len(parts), sum(map(len, parts))) == (institutions, subjects)
-    with pytest.raises(ConfigError, match="row 1: Partition_ID must be an integer of at least 0, not '-1'"):
+    with pytest.raises(ConfigError, match=r"line 2: Partition_ID must be an integer of at least 0 with .*, not '-1'"):
         fets2022.institutions(folder / "validation.csv")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.common import EvaluateIns, FitIns, ndarrays_to_parameters
+from monai.data.utils import compute_importance_map
 from scipy.ndimage import binary_erosion, distance_transform_edt
 from torch import Tensor, nn
 
@@ -363,6 +366,64 @@ def test_evaluation_follows_the_definition(folder: Path) -> None:
     assert found.loss_sum.dtype == found.sums["dice_sum"].dtype == np.float64
 
 
+class Ramp(nn.Module):
+    """Logits that depend on where in its window a voxel lies, so that every window gives it others."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        ramp = torch.linspace(-2, 3, images[0, 0].numel()).reshape(images.shape[2:])
+        return torch.stack([images[:, 0] + ramp, images[:, 1] * ramp, ramp.flip(0) - images[:, 0]], dim=1)
+
+
+def test_windows_overlap_and_are_blended_with_gaussian_weights(folder: Path) -> None:
+    patch, step = (8, 12, 8), (4, 6, 4)
+    cfg = config(folder, dataset__patch=list(patch), dataset__window_overlap=0.5, dataset__window_batch=3)
+    task, model = SegmentationTask(cfg), Ramp()
+    (name,) = task._split(0).test
+    subject = fets2022.load(folder / fets2022.FOLDER, name, ["flair", "t1ce"])
+    weights = compute_importance_map(patch, mode="gaussian", sigma_scale=0.125)
+    total, weight = torch.zeros(3, *subject.image.shape[1:]), torch.zeros(subject.image.shape[1:])
+    starts = [
+        sorted({min(start, size - window) for start in range(0, size - window + stride, stride)})
+        for size, window, stride in zip(subject.image.shape[1:], patch, step, strict=True)
+    ]
+    assert min(map(len, starts)) > 1
+    for start in product(*starts):
+        box = tuple(slice(low, low + window) for low, window in zip(start, patch, strict=True))
+        total[(slice(None), *box)] += weights * model(subject.image[(slice(None), *box)][None])[0]
+        weight[box] += weights
+    expected = total / weight
+    torch.testing.assert_close(task._logits(model, subject), expected, rtol=1e-4, atol=1e-4)
+    truth = fets2022.to_classes(subject.label[0]).float()
+    assert task.evaluate(model, [0]).loss_sum[0] == pytest.approx(
+        float(task._loss(expected[None], truth[None])), rel=1e-4
+    )
+
+
+def test_windows_are_the_same_however_many_pass_together(folder: Path) -> None:
+    tasks = [
+        SegmentationTask(config(folder, dataset__patch=[8, 8, 8], dataset__window_batch=count)) for count in (1, 4)
+    ]
+    model = tasks[0].new_model()
+    subject = tasks[0]._subject(fets.SUBJECTS[0])
+    assert min(subject.image.shape[1:]) > 8
+    one, four = (task._logits(model, subject) for task in tasks)
+    torch.testing.assert_close(one, four, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("modalities", [["flair"], ["flair", "t1ce"], list(fets2022.MODALITIES)], ids="-".join)
+def test_a_step_with_any_modalities(folder: Path, modalities: list[str]) -> None:
+    task = SegmentationTask(config(folder, dataset__modalities=modalities))
+    model = task.new_model()
+    before = get_arrays(model)
+    result = task.train(model, 0, 1)
+    assert (result.num_examples, result.local_steps) == (1, 1)
+    assert math.isfinite(result.train_loss)
+    assert next(model.parameters()).shape[1] == len(modalities)
+    assert all(np.isfinite(array).all() for array in get_arrays(model))
+    changed = (get_arrays(model)[0] != before[0]).any(axis=(0, 2, 3, 4))
+    assert changed.tolist() == [True] * len(modalities)  # every channel reaches the loss
+
+
 def test_all_clients_at_once_count_what_each_counts_alone(folder: Path) -> None:
     task = SegmentationTask(config(folder))
     model = task.new_model()
@@ -385,6 +446,7 @@ def test_nothing_to_evaluate_is_allowed(folder: Path) -> None:
     assert found.num_examples.tolist() == found.loss_sum.tolist() == [0, 0]
     assert np.isnan(task.scores(found)).all()
     assert task.summary(found) == {}
+    assert all(np.isnan(column).all() for column in task.details(found).values())
 
 
 def test_scores_are_means_over_clients_and_the_summary_over_subjects(folder: Path) -> None:
@@ -398,6 +460,25 @@ def test_scores_are_means_over_clients_and_the_summary_over_subjects(folder: Pat
     summary |= {"hd95": 3.75, "hd95_wt": 2.25, "hd95_tc": 3.75, "hd95_et": 5.25}
     assert task.summary(found) == pytest.approx(summary)
     assert task.summary(Evaluation(found.num_examples, found.loss_sum, {"dice_sum": dice})) == {}
+
+
+def test_details_are_means_over_the_subjects_of_each_client(folder: Path) -> None:
+    task = SegmentationTask(config(folder))
+    dice = np.array([[0.9, 0.6, 0.3], [0, 0, 0], [1.5, 1.2, 0.9]])
+    distance = np.array([[3.0, 6, 9], [0, 0, 0], [6, 9, 12]])
+    found = Evaluation(np.array([1, 0, 3]), np.array([1.0, 0.0, 2.0]), {"dice_sum": dice, "hd95_sum": distance})
+    expected = {"dice_wt": [0.9, 0.5], "dice_tc": [0.6, 0.4], "dice_et": [0.3, 0.3]}
+    expected |= {"hd95_wt": [3, 2], "hd95_tc": [6, 3], "hd95_et": [9, 4]}
+    details = task.details(found)
+    assert list(details) == list(expected)
+    for name, (first, last) in expected.items():
+        np.testing.assert_allclose(details[name], [first, math.nan, last])
+        assert details[name].dtype == np.float64
+    classes = [details[name] for name in ("dice_wt", "dice_tc", "dice_et")]
+    np.testing.assert_allclose(np.mean(classes, axis=0), task.scores(found))
+    lacking = task.details(Evaluation(found.num_examples, found.loss_sum, {"dice_sum": dice}))
+    assert list(lacking) == list(expected)  # the columns of a run do not change with what clients report
+    assert np.isnan(lacking["hd95_et"]).all()
 
 
 def test_a_model_trains_after_it_was_evaluated(folder: Path) -> None:
@@ -432,6 +513,11 @@ def test_clients_report_what_the_server_finds(folder: Path) -> None:
         results.append((answer.num_examples, answer.metrics))
     evaluator.start_round(1)
     assert evaluator.from_clients(results) == metrics
+    (*server, of_server), (*clients, of_clients) = seen
+    for one, other in zip([*server, *of_server.values()], [*clients, *of_clients.values()], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert list(of_server) == list(of_clients) == [f"{kind}_{c}" for kind in ("dice", "hd95") for c in fets2022.CLASSES]
+    assert np.isfinite(list(of_server.values())).all()
     assert {"dice", "dice_std", "dice_weighted", "dice_wt", "hd95", "hd95_et"} <= set(metrics)
     assert loss > 0
 
@@ -564,6 +650,18 @@ def test_check_refuses_what_could_stop_a_client_later(folder: Path, changes: dic
     task = build(config(folder, **changes))
     with pytest.raises(ConfigError, match=message):
         task.check()
+
+
+@pytest.mark.parametrize(("clients", "told"), [(1, "the last 2 of the 3"), (2, "the last 1 of the 3"), (3, None)])
+def test_institutions_that_are_left_out_are_told(
+    folder: Path, clients: int, told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = SegmentationTask(config(folder, num_clients=clients))
+    with caplog.at_level(logging.WARNING):
+        task.train_size(0)
+        task.train_size(0)
+    expected = [f"num_clients={clients} leaves out {told} institutions of"] if told else []
+    assert [record.getMessage().partition(" /")[0] for record in caplog.records] == expected
 
 
 def test_check_accepts_what_runs(folder: Path) -> None:

@@ -230,3 +230,58 @@ def test_extreme_slices_can_be_drawn(runs, change):
     altered = replace(there, **changed)
     shown = texts(figure_of([replace(gallery, examples={key: altered}, predictions={"a": {key: altered}})]))
     assert ("Dice 0.0\nWT 0  TC 0  ET 0" in shown) == (change == "nothing found")
+
+
+def arrays(image):
+    masks = np.zeros((3, *image.shape), np.uint8)
+    return {"0.image": image, "0.truth": masks, "0.prediction": masks}
+
+
+PLAIN = np.ones((4, 5), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("image", "facts"),
+    [
+        (np.zeros((0, 5), np.float32), json.dumps([FACTS])),
+        (np.zeros((0, 0), np.float32), json.dumps([FACTS])),
+        (np.full((4, 5), 3e38, np.float32), json.dumps([FACTS])),
+        (np.full((4, 5), np.nan, np.float32), json.dumps([FACTS])),
+        (np.float32(1), json.dumps([FACTS])),
+        (PLAIN, json.dumps([FACTS]).replace('"client": 0', '"client": 1e400')),
+        (PLAIN, json.dumps([FACTS]).replace('"client": 0', '"client": NaN')),
+        (PLAIN, "[" * 100_000),
+        (PLAIN, "7"),
+    ],
+)
+def test_a_file_that_cannot_be_drawn_is_named_and_the_others_are(runs, image, facts):
+    save_file(arrays(np.asarray(image)), runs / "a/1" / FILE, metadata={"examples": facts})
+    with pytest.raises(ValueError, match="holds no examples"):
+        load_examples(runs / "a/1" / FILE)
+    text = report([runs], console=quiet()).read_text(encoding="utf-8")
+    assert f"{runs / 'a/1' / FILE} holds no examples" in text
+    assert "](segmentation.png)" in text
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (9, 1)])
+@pytest.mark.parametrize("value", [0.0, 1.0, 9e29])
+def test_small_and_extreme_images_can_be_drawn(runs, shape, value):
+    image = np.full(shape, value, np.float32)
+    image.flat[0] = -value
+    save_file(arrays(image), runs / "a/1" / FILE, metadata={"examples": json.dumps([FACTS])})
+    assert report([runs], console=quiet())
+    assert (runs / "segmentation.png").is_file()
+
+
+def test_a_dollar_is_no_formula(runs):
+    name = r"$\frac{a$ b $x^"
+    changed = replace(example(), subject=name, modality=name)
+    for seed in (0, 1):
+        folder = runs / "c" / str(seed)
+        settings = segmentation(seed, strategy=named(name), dataset={"name": name, "partition": {"kind": name}})
+        write_run(folder, [None] * 4, settings, dice=[0.0, 0.1, 0.2, 0.3])
+        save_examples(folder / FILE, [changed])
+    assert report([runs], console=quiet())
+    assert {"curves.png", "segmentation.png", "report.csv"} <= {path.name for path in runs.iterdir()}
+    found, _ = galleries(runs)
+    assert f"{name}\ninstitution 3, plane 7" in texts(figure_of(found))

@@ -2,7 +2,9 @@
 
 import csv
 import io
+import json
 import math
+import re
 import struct
 from dataclasses import replace
 
@@ -182,7 +184,8 @@ def test_forgetting_and_stability_have_a_table_of_their_own(tmp_path):
     assert float(row["forgetting_seed_mean"]) == pytest.approx(0.15)
     assert float(row["straightness_seed_std"]) == pytest.approx(0.125 / 2**0.5)
     assert rows(tmp_path)["FedAvg"]["forgetting_seed_mean"] == ""
-    assert [len(axes) for axes in panels(tmp_path)] == [6]
+    assert "round 0 (the untrained model) included where it was evaluated" in text
+    assert "failed rounds left out" in text
 
 
 def test_less_forgetting_is_better_and_a_low_zeta_is_not(tmp_path):
@@ -249,7 +252,7 @@ def test_accuracy_and_dice_share_a_report(segmented):
     assert table["alone"]["dice_seed_mean"] == table["craft"]["accuracy_seed_mean"] == ""
     assert table_of(text, "seeds", "accuracy")["alone"]["macro F1"] == "25.0"
     assert "macro F1" not in table_of(text, "seeds", "Dice")["craft"]
-    assert [len(axes) for axes in panels(segmented)] in ([3, 6], [6, 3])
+    assert sorted(len(axes) for axes in panels(segmented)) == [6, 9]
 
 
 def test_personal_dice_is_compared_where_all_have_it(segmented):
@@ -304,6 +307,70 @@ def test_terminal_shows_whole_names_and_numbers(runs, width):
     report([runs], console=console)
     words = set(console.file.getvalue().split())
     assert words >= {"CRAFT", "server_lr=0.1", "FedAvg", "accuracy", "75.0", "7.1", "50.0", "14.1", "(s)"}
+
+
+def heights(axes):
+    """Return what a panel's lines show, but for those that mark a level."""
+    return [list(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) > 2]
+
+
+def test_the_last_line_of_a_classifier_is_macro_f1_udp_and_total_variation(tmp_path):
+    metrics = STABLE | {"macro_f1": [0.0, 0.25, 0.5, 0.625]}
+    write_run(tmp_path / "a", [0.1, 0.4, 0.6, 0.7], config(strategy=craft()), **metrics)
+    write_run(tmp_path / "old", [0.1, 0.4, 0.6, 0.7], config())
+    ((*_, macro_f1, udp, variation),) = panels(tmp_path)
+    assert [axes.get_title() for axes in (macro_f1, udp, variation)] == [
+        "Macro F1 of all test samples", "UDP (loss) so far", "Total variation of accuracy so far",
+    ]  # fmt: skip
+    assert heights(macro_f1) == [[0, 25, 50, 62.5]]
+    assert heights(udp) == [[0, 50, 40]]
+    assert heights(variation) == [pytest.approx([0, 30, 60, 70])]
+    for axes in (macro_f1, udp, variation):
+        assert [text.get_text() for text in axes.texts] == ["not reported: FedAvg"]
+        assert axes.get_ylim()[0] == 0
+
+
+def test_each_line_of_panels_is_there_where_it_has_something_to_show(tmp_path):
+    path = {name: STABLE[name] for name in ("path_length", "distance_from_start")}
+    for number, metrics in enumerate(({}, path, {"macro_f1": [0.1] * 4}, path | {"udp_loss": STABLE["udp_loss"]})):
+        write_run(tmp_path / str(number), [0.1, 0.2, 0.3, 0.4], config(), **metrics)
+    assert [len(axes) for number in range(4) for axes in panels(tmp_path / str(number))] == [3, 6, 6, 9]
+
+
+def test_the_last_line_of_segmentation_is_dice_hd95_and_udp(segmented):
+    ((*_, dice, hd95, udp),) = panels(segmented)
+    assert [axes.get_title() for axes in (dice, hd95, udp)] == [
+        "Dice of each class, mean over subjects", "HD95, mean of the classes", "UDP (loss) so far",
+    ]  # fmt: skip
+    assert [text.get_text() for text in dice.get_legend().get_texts()] == ["WT", "TC", "ET"]
+    last = {(line.get_linestyle(), line.get_color()): line.get_ydata()[-1] for line in dice.lines}
+    craft, fedavg = dict.fromkeys(colour for _, colour in last)
+    expected = {("-", craft): 80, ("--", craft): 75, (":", craft): 70}
+    expected |= {("-", fedavg): 65, ("--", fedavg): 60, (":", fedavg): 55}
+    assert last == pytest.approx(expected)
+    assert hd95.get_ylabel() == "HD95 (mm)"
+    assert [line[-1] for line in heights(hd95)] == pytest.approx([20, 35])  # not per cent
+    assert hd95.get_yscale() == "linear"
+    assert dice.get_ylim()[0] == hd95.get_ylim()[0] == udp.get_ylim()[0] == 0
+
+
+@pytest.mark.parametrize(("count", "lines"), [(4, 12), (5, 5)])
+def test_where_three_classes_would_crowd_the_panel_it_shows_one(tmp_path, count, lines):
+    for number in range(count):
+        classes = {f"dice_{name}": [0.1, 0.2, 0.3, 0.4] for name in ("wt", "tc", "et")}
+        settings = segmentation(strategy=named(f"s{number}"))
+        write_run(tmp_path / str(number), [None] * 4, settings, dice=[0.1, 0.2, 0.3, 0.4], **classes)
+    ((*_, dice, hd95, _),) = panels(tmp_path)
+    assert len(dice.lines) == lines
+    assert ("WT" in dice.get_title()) == (dice.get_legend() is None) == (count == 5)
+    assert [text.get_text() for text in hd95.texts] == ["not reported"]
+
+
+def test_distances_that_fall_by_more_than_a_decade_are_drawn_in_decades(tmp_path):
+    write_run(tmp_path, [None] * 4, segmentation(), dice=[0.1, 0.2, 0.3, 0.4], hd95=[300.0, 90.0, 20.0, 10.0])
+    ((*_, hd95, _),) = panels(tmp_path)
+    assert hd95.get_yscale() == "log"
+    assert heights(hd95) == [[300, 90, 20, 10]]
 
 
 def test_a_target_may_be_asked_for(runs):
@@ -595,3 +662,128 @@ def test_an_output_folder_that_cannot_be_is_one_sentence(runs, tmp_path, capsys)
         main([str(runs), "--out", str(tmp_path / "file" / "folder")])
     assert error.value.code == 2
     assert "Not a directory" in capsys.readouterr().err
+
+
+def damage(path, name, value):
+    """Give a run another value of a metric, or of its round, in the last round."""
+    *before, last = path.read_text().splitlines()
+    path.write_text("\n".join([*before, json.dumps(json.loads(last) | {name: value})]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("failed_round", "yes"),
+        ("failed_round", [True]),
+        ("failed_round", math.nan),
+        ("clients_rejected", "many"),
+        ("clients_rejected", -1),
+        ("clients_rejected", 10**120),
+        ("round", "1"),
+        ("round", None),
+        ("round", -1),
+        ("round", 1.5),
+        ("round", True),
+        ("round", 10**30),
+        ("accuracy", 1.7e308),
+        ("accuracy", 10**400),
+        ("accuracy", [0.5]),
+        ("hd95", -1.7e308),
+        ("zeta", 1e307),
+        ("train_loss", math.inf),
+        ("seconds", {}),
+    ],
+)
+def test_numbers_that_cannot_be_are_named_and_the_other_runs_reported(runs, name, value):
+    for folder in ("a0", "a1"):
+        damage(runs / folder / "metrics.jsonl", name, value)
+    text = report([runs], console=quiet()).read_text(encoding="utf-8")
+    for folder in ("a0", "a1"):
+        (sentence,) = [line for line in text.splitlines() if line.startswith(f"- {runs / folder} ")]
+        assert f"{runs / folder} is damaged: {name}" in sentence
+    assert rows(runs)["FedAvg"]["seeds"] == "2"
+    assert (runs / "curves.png").is_file()
+
+
+@pytest.mark.parametrize("line", ["7", "[]", "[" * 100_000])
+def test_a_line_that_is_no_record_is_named(runs, line):
+    (runs / "a0/metrics.jsonl").write_text(line)
+    text = report([runs], console=quiet()).read_text(encoding="utf-8")
+    assert f"- {runs / 'a0'} " in text
+    assert rows(runs)["CRAFT"]["seeds"] == "1"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tracking": {"udp_norm_delta": [1, 2]}},
+        {"tracking": {"udp_loss_delta": "much"}},
+        {"target_accuracy": "0.5"},
+        {"target_accuracy": 1e200},
+        {"seed": "first"},
+        {"seed": None},
+    ],
+)
+def test_settings_that_cannot_be_are_named(runs, changes):
+    write_run(runs / "odd", [0.1, 0.2, 0.3, 0.9], config(**{"seed": 5, **changes}), **STABLE)
+    text = report([runs], console=quiet()).read_text(encoding="utf-8")
+    (name,) = changes
+    assert f"- {runs / 'odd'} is damaged: {name}" in text
+    assert rows(runs)["FedAvg"]["seeds"] == "2"
+
+
+def test_the_largest_numbers_that_count_can_be_reported(tmp_path):
+    for seed, sign in enumerate((1, -1)):
+        metrics = {name: [None, 0.0, -sign * 9e99, sign * 9e99] for name in (*STABLE, "worst10", "macro_f1", "hd95")}
+        write_run(tmp_path / f"a{seed}", [0.0, 0.1, -9e99, sign * 9e99], config(seed, strategy=craft()), **metrics)
+        write_run(tmp_path / f"b{seed}", [0.0, 0.1, 0.2, 0.3], config(seed), **STABLE)
+        write_run(tmp_path / f"c{seed}", [None] * 4, segmentation(seed), dice=[0.1, 0.2, 0.3, sign * 9e99], **metrics)
+    assert report([tmp_path], against="FedAvg", console=quiet())
+    assert len(rows(tmp_path)) == 2
+
+
+def test_a_dollar_is_no_formula(tmp_path):
+    name = r"$\frac{a$ b $x^"
+    settings = config(strategy=named(name), dataset={"name": name, "partition": {"kind": "iid"}})
+    write_run(tmp_path, [0.1, 0.2, 0.3, 0.4], settings)
+    report([tmp_path], console=quiet())
+    assert (tmp_path / "curves.png").is_file()
+    figure = figure_of(group_runs(find_runs([tmp_path])[0], None, []))
+    figure.draw_without_rendering()
+    assert figure.subfigs[-1].legends[0].get_texts()[0].get_text() == name
+
+
+def test_who_evaluates_and_how_often_is_part_of_the_setting(tmp_path):
+    accuracies = [0.1, 0.2, 0.3, 0.4]
+    for number, (mode, every) in enumerate((("server", 1), ("server", 2), ("federated", 2))):
+        evaluation = {"mode": mode, "every": every, "batch_size": 2**number}
+        write_run(tmp_path / str(number), accuracies, config(evaluation=evaluation))
+    write_run(tmp_path / "more", accuracies, config(1, evaluation={"mode": "server", "every": 1, "batch_size": 7}))
+    titles = [group.title for group in group_runs(find_runs([tmp_path])[0], None, [])]
+    assert titles == [
+        f"digits, mlp, dirichlet(0.1) evaluation.mode={mode} evaluation.every={every}"
+        for mode, every in (("server", 1), ("server", 2), ("federated", 2))
+    ]
+    (group,) = group_runs(find_runs([tmp_path / "0", tmp_path / "more"])[0], None, [])
+    assert group.title == "digits, mlp, dirichlet(0.1)"
+    assert len(group.rows[0].runs) == 2
+    write_run(tmp_path / "old/a", accuracies, config())
+    write_run(tmp_path / "old/b", accuracies, config(1, evaluation=None))
+    (group,) = group_runs(find_runs([tmp_path / "old"])[0], None, [])
+    assert len(group.rows[0].runs) == 2
+
+
+def test_names_and_errors_of_several_lines_and_with_markup_stay_in_their_cells(runs):
+    name = "a | b\n\n# <b>*c*</b> `d` \\| e"
+    write_run(runs / "odd", [0.1, 0.2, 0.3, 0.35], config(strategy=named(name)))
+    with pytest.raises(RuntimeError), tracker_of(runs / "failed"):
+        raise RuntimeError("diverged")
+    status = json.loads((runs / "failed/status.json").read_text())
+    (runs / "failed/status.json").write_text(json.dumps(status | {"error": "one <b>\n\n# *two* | three"}))
+    text = report([runs], console=quiet()).read_text(encoding="utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith("| a ")]
+    assert line.startswith(r"| a \| b # \<b>\*c\*\</b> \`d\` \\\| e |")
+    titles = next(line for line in text.splitlines() if line.startswith("| strategy"))
+    assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) == titles.count("|")
+    assert rf"- {runs / 'failed'} failed: one \<b> # \*two\* \| three" in text.splitlines()
+    assert name in rows(runs)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from flwr.common import ndarrays_to_parameters
+from flwr.common import Parameters, ndarrays_to_parameters
 
 from experiments import tracked_strategy
 from experiments.stability import Stability
@@ -106,6 +106,15 @@ def test_losses_and_scores_so_far():
     }  # fmt: skip
 
 
+def test_the_loss_of_a_failed_round_does_not_count():
+    """Clients trained, but the model stayed: 2, 1.5 and 1 is a loss that only falls, whatever is reported between."""
+    measured = stability()
+    rounds = [(2.0, False), (9.0, True), (1.5, False), (9.0, True), (1.0, None), (1.25, False)]
+    rows = [{"round": n, "train_loss": loss, "failed_round": failed} for n, (loss, failed) in enumerate(rounds, 1)]
+    assert [measured.measure(None, row)["udp_loss"] for row in rows] == [0, 0, 0, 0, 0, pytest.approx(1 / 3)]
+    assert stability().measure(None, {"round": 1, "train_loss": 2.0, "failed_round": True}) == {}
+
+
 def test_the_model_is_decoded_once_a_round(monkeypatch):
     from experiments import stability as module
 
@@ -145,3 +154,82 @@ def test_without_an_evaluation_at_the_start_the_way_begins_there(tmp_path):
     with tracker(tmp_path, num_rounds=1) as run:
         serve(tracked_strategy.TrackedStrategy(Scripted(**answers), run, stability=stability()), 1)
     assert [(row["round"], row["distance_from_start"]) for row in records(tmp_path)] == [(1, 2)]
+
+
+LENGTHS = {"step_norm", "path_length", "distance_from_start", "straightness", "udp_norm"}
+
+
+def huge(value):
+    return ndarrays_to_parameters([np.full(3, value)])
+
+
+@pytest.mark.parametrize(
+    "models",
+    [
+        [huge(0.0), huge(1e200)],  # its square is infinite
+        [huge(0.0), huge(1e154), huge(-0.5e154), huge(1e154)],  # so is the sum of squares that are not
+        [huge(-1.5e308), huge(1.5e308)],
+        [huge(0.0), huge(math.inf), huge(math.inf)],
+        [huge(0.0), huge(math.nan)],
+    ],
+)
+def test_lengths_that_are_not_finite_are_nan(models):
+    found = walk(models)[-1]
+    assert found.keys() == LENGTHS
+    assert math.isnan(found["path_length"])
+    assert math.isnan(found["straightness"])
+    assert not any(math.isinf(value) for value in found.values())
+
+
+@pytest.mark.parametrize(
+    "other", [model(1, 2), ndarrays_to_parameters([np.zeros(3, np.float32)]), Parameters([b"junk"], "numpy.ndarray")]
+)
+def test_the_way_to_another_kind_of_model_is_nan_and_logged(other, caplog):
+    measured = stability()
+    rows = [
+        measured.measure(parameters, {"round": n, "accuracy": 0.5}) for n, parameters in enumerate([model(0), other])
+    ]
+    assert all(math.isnan(rows[1][name]) for name in LENGTHS)
+    assert rows[1]["zeta"] == 0
+    assert "the way of the global model cannot be measured: " in caplog.text
+    from_there = walk([other, model(0)] if other.tensors == [b"junk"] else [other, other])
+    assert math.isnan(from_there[1]["path_length"]) == (other.tensors == [b"junk"])
+
+
+def test_scores_and_losses_beyond_every_sum_are_nan():
+    measured = stability()
+    for number, value in enumerate((-1.7e308, 1.7e308, -1.7e308)):
+        found = measured.measure(None, {"round": number, "accuracy": value, "train_loss": value})
+    assert math.isnan(found["total_variation"])
+    assert found["share_fell"] == found["udp_loss"] == 0.5
+
+
+class Broken:
+    """A measure that fails in every way."""
+
+    def start(self, parameters):
+        raise OverflowError("too far")
+
+    def measure(self, parameters, record):
+        raise ValueError("no such length")
+
+
+def test_a_failure_to_measure_loses_no_round_and_hides_no_error(tmp_path, caplog):
+    answers = {"initialize_parameters": model(0), "evaluate": (0.5, {"accuracy": 0.25})}
+    answers |= {"aggregate_fit": KeyError("the strategy's own")}
+    with pytest.raises(KeyError, match="the strategy's own"), tracker(tmp_path, num_rounds=1) as run:
+        serve(tracked_strategy.TrackedStrategy(Scripted(**answers), run, stability=Broken()), 1)
+    rows = records(tmp_path)
+    assert [(row["round"], row.get("accuracy"), row.get("error")) for row in rows] == [
+        (0, 0.25, None), (1, None, "KeyError: \"the strategy's own\""),
+    ]  # fmt: skip
+    assert "round 1: forgetting and stability cannot be measured: ValueError: no such length" in caplog.text
+    assert "cannot be noted: OverflowError: too far" in caplog.text
+
+
+def test_a_model_that_grew_beyond_measure_is_null_in_its_record(tmp_path):
+    answers = {"initialize_parameters": huge(0.0), "aggregate_fit": (huge(1e200), {})}
+    with tracker(tmp_path, num_rounds=1) as run:
+        serve(tracked_strategy.TrackedStrategy(Scripted(**answers), run, stability=stability()), 1)
+    (row,) = records(tmp_path)
+    assert {row[name] for name in LENGTHS} == {None}

@@ -131,6 +131,32 @@ def test_the_clients_column_is_named_after_the_metric(tmp_path):
     assert table.to_pydict() == {"round": [1], "client": [0], "num_examples": [10], "dice": [0.5], "loss": [1.0]}
 
 
+def test_details_are_further_columns(tmp_path):
+    with RunTracker(tmp_path, config=CONFIG, num_rounds=2, tensorboard=False, progress=False, metric="dice") as run:
+        for number in (1, 2):
+            details = {"dice_wt": np.array([0.75, math.nan]), "hd95_wt": [number, 2.5]}
+            run.log_clients(number, [0, 1], [10, 20], [0.5, 0.25], [1.0, 2.0], details)
+    table = pq.read_table(tmp_path / "clients.parquet")
+    assert table.column_names == ["round", "client", "num_examples", "dice", "loss", "dice_wt", "hd95_wt"]
+    assert [str(table.schema.field(name).type) for name in ("dice_wt", "hd95_wt")] == ["float", "float"]
+    np.testing.assert_array_equal(table["dice_wt"].to_numpy(), [0.75, math.nan] * 2)
+    assert table["hd95_wt"].to_pylist() == [1, 2.5, 2, 2.5]
+
+
+@pytest.mark.parametrize("details", [{}, {"b": [0.5]}, {"a": [0.5], "b": [0.5]}])
+def test_the_columns_of_a_run_stay_the_same(tmp_path, details):
+    with tracker(tmp_path) as run:
+        run.log_clients(1, [0], [10], [0.5], [1.0], {"a": [0.5]})
+        with pytest.raises(ValueError, match="columns round, client, num_examples, accuracy, loss, a, but round 2 bri"):
+            run.log_clients(2, [0], [10], [0.5], [1.0], details)
+    assert pq.read_table(tmp_path / "clients.parquet").num_rows == 1
+
+
+def test_a_detail_does_not_take_the_name_of_another_column(tmp_path):
+    with tracker(tmp_path) as run, pytest.raises(ValueError, match="each one its own"):
+        run.log_clients(1, [0], [10], [0.5], [1.0], {"loss": [0.5]})
+
+
 def test_clients_parquet_is_complete_at_every_rewrite(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.tracking._REWRITE_SECONDS", -1.0)  # always due
     with tracker(tmp_path) as run:
