@@ -143,13 +143,24 @@ def _setting(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if kind == "dirichlet":
         kind = f"dirichlet({dataset['partition']['alpha']})"
     evaluation = config.get("evaluation") or {}  # a configuration of before may lack it
+    stale = _stale(config)
     return (
-        f"{dataset['name']}, {model['name']}, {kind}",
+        f"{dataset['name']}, {model['name']}, {kind}" + (f", {100 * stale:g} % stale answers" if stale else ""),
         _flat(dataset, "dataset.")
         | _flat(model, "model.")
         | {name: config[name] for name in SIZES}
+        | {"client.stale_update": stale}
         | {f"evaluation.{name}": evaluation[name] for name in _EVALUATION if name in evaluation},
     )
+
+
+def _own(client: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in client.items() if key != "stale_update"}
+
+
+def _stale(config: Mapping[str, Any]) -> float:
+    """Return with which probability answers are stale: part of what strategies are compared under."""
+    return float(config["client"].get("stale_update") or 0.0)
 
 
 def _name(config: Mapping[str, Any]) -> str:
@@ -182,7 +193,7 @@ def _load(folder: Path) -> Run:
         path=folder,
         config=config,
         setting=_setting(config),
-        strategy=(_name(config), _flat(config["strategy"]) | _flat(config["client"], "client.")),
+        strategy=(_name(config), _flat(config["strategy"]) | _flat(_own(config["client"]), "client.")),
         rounds=rounds,
         headline=headline,
     )

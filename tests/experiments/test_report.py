@@ -787,3 +787,16 @@ def test_names_and_errors_of_several_lines_and_with_markup_stay_in_their_cells(r
     assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) == titles.count("|")
     assert rf"- {runs / 'failed'} failed: one \<b> # \*two\* \| three" in text.splitlines()
     assert name in rows(runs)
+
+
+def test_runs_with_stale_answers_are_a_setting_of_their_own(tmp_path):
+    honest, attacked = ({"lr": 0.1, "device": "cpu", **more} for more in ({}, {"stale_update": 0.4}))
+    write_run(tmp_path / "a", [0.1, 0.4, 0.6, 0.7], config(0, client=honest))
+    write_run(tmp_path / "b", [0.1, 0.4, 0.6, 0.8], config(0, client=honest | {"stale_update": None}, strategy=craft()))
+    write_run(tmp_path / "c", [0.1, 0.3, 0.4, 0.5], config(0, client=attacked))
+    report([tmp_path], against="CRAFT", console=quiet())
+    with (tmp_path / "report.csv").open(encoding="utf-8", newline="") as file:
+        found = [(row["setting"], row["strategy"]) for row in csv.DictReader(file)]
+    plain = "digits, mlp, dirichlet(0.1)"
+    stale = f"{plain}, 40 % stale answers"
+    assert sorted(found) == [(plain, "CRAFT"), (plain, "FedAvg"), (stale, "FedAvg")]
