@@ -29,7 +29,7 @@ from tests.strategies.helpers import manager
 
 from .configs import config
 
-CLIENTS, ROUNDS = 4, 3
+CLIENTS, ROUNDS = 2, 2
 
 
 @pytest.fixture(autouse=True)
