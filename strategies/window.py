@@ -76,6 +76,8 @@ class ModelWindow:
     def push(self, model: GlobalModel) -> None:
         """Take in a model in place of the oldest one."""
         ring, layers = self._strategy.records[KIND], model.layers.layers
+        if not layers:  # a model of counters only: there is nothing to keep
+            return
         dtypes = {layer.name: _dtype(model, layer) for layer in layers}
         size = self._size(model)
         newest = (ring["newest"] + 1) % self.length
@@ -121,7 +123,7 @@ def check_window(records: Mapping[str, Any], memory: Mapping[str, Tensor], lengt
         count, newest = ring["count"], ring["newest"]
         # Rows are filled from the first one on.
         fine = 0 <= count <= length and (0 <= newest < length if count == length else newest == (count - 1) % length)
-        fine = fine and (count > 0 or not matrices) and all(len(matrix) == length for matrix in matrices)
+        fine = fine and bool(matrices) == (count > 0) and all(len(matrix) == length for matrix in matrices)
     require("the state's records", dict(records), f"those of a window of {length} models, which memory holds", fine)
 
 
