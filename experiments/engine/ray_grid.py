@@ -75,6 +75,8 @@ class _Batch:
     ref: Any
     began: float
     expected: float
+    solo: bool = False
+    """Whether nothing else may be on its way to the worker: a death has to have one possible cause."""
     released: bool = False
 
 
@@ -344,8 +346,8 @@ class RayGrid(VirtualGrid):
             self._alive += 1
         try:
             while True:
-                # Nothing is sent to wait behind a client that takes long.
-                while len(sent) < (2 if warm else 1) and not (sent and sent[0].released):
+                # Nothing is sent to wait behind a client that takes long, or that has to be alone.
+                while len(sent) < (2 if warm else 1) and not (sent and (sent[0].released or sent[0].solo)):
                     tasks = self._take(wait=not sent, warm=warm)
                     if not tasks:
                         break
@@ -387,7 +389,10 @@ class RayGrid(VirtualGrid):
                     self._requeue(batch.tasks.values())
 
     def _take(self, *, wait: bool, warm: bool) -> list[_Task]:
-        """Take the next batch out of the queue; empty if there is none, or, when waiting, the grid closes."""
+        """Take the next batch out of the queue; empty if there is none, or, when waiting, the grid closes.
+
+        Who does not wait has a batch on its way already, and gets no client that has to be alone.
+        """
         with self._guard:
             while True:
                 if self._closing:
@@ -399,11 +404,12 @@ class RayGrid(VirtualGrid):
                     task = self._queue.popleft()
                     if task.done:
                         continue
-                    if task.node in self._busy or (task.solo and found):
+                    if task.node in self._busy:
                         skipped.append(task)  # a client's messages are answered one after the other
-                        if task.solo and task.node not in self._busy:
-                            break
                         continue
+                    if task.solo and (found or not wait):
+                        skipped.append(task)
+                        break
                     found.append(task)
                     self._busy.add(task.node)
                     if task.solo:
@@ -443,7 +449,8 @@ class RayGrid(VirtualGrid):
             refs[key] = content.ref
         ref = actor.run.remote(number, refs, jobs)
         expected = (self._seconds or math.inf) * len(tasks)
-        return _Batch(number, dict(enumerate(tasks)), ref, time.monotonic(), expected)
+        solo = any(task.solo for task in tasks)
+        return _Batch(number, dict(enumerate(tasks)), ref, time.monotonic(), expected, solo)
 
     def _patience(self, batch: _Batch) -> float:
         """Seconds until somebody should look after a batch."""
