@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from client_apps.errors import ConfigError
 
 Section = TypeVar("Section")
+
+ATTACKS = ("other_subspace", "scaled_noise", "sign_flip", "shuffled_labels")
 
 
 def read(section: type[Section], values: Mapping[str, Any], where: str) -> Section:
@@ -193,6 +195,12 @@ class ClientConfig:
     stale_update : float or None
         How likely a client answers a round with the global model of the last time it was sampled instead of its
         trained one, in [0, 1], None being 0; see `client_apps.stale`.
+    attack : {"other_subspace", "scaled_noise", "sign_flip", "shuffled_labels"} or None
+        What contaminated clients do instead of answering honestly; see `client_apps.attacks`.
+    attackers : int or list of int
+        The contaminated clients: their numbers, or how many of the last ones. None without an attack.
+    attack_strength : float
+        How long an attacker's update is, times the honest one's; unused where only the labels are shuffled.
     """
 
     lr: float
@@ -206,6 +214,9 @@ class ClientConfig:
     ditto_lambda: float | None = None
     ditto_epochs: int | None = None
     stale_update: float | None = None
+    attack: str | None = None
+    attackers: int | Sequence[int] = 0
+    attack_strength: float = 1.0
 
     def __post_init__(self) -> None:
         positive("client.lr", self.lr)
@@ -222,3 +233,31 @@ class ClientConfig:
             integer("client.ditto_epochs", self.ditto_epochs, 1)
         if self.stale_update is not None:
             fraction("client.stale_update", self.stale_update)
+        if self.attack is not None:
+            choice("client.attack", self.attack, ATTACKS)
+        positive("client.attack_strength", self.attack_strength)
+        if isinstance(self.attackers, Sequence) and not isinstance(self.attackers, str):
+            for cid in self.attackers:
+                integer("client.attackers: each", cid, 0)
+        else:
+            integer("client.attackers", self.attackers, 0)
+
+    def attacking(self, num_clients: int) -> frozenset[int]:
+        """Return which of so many clients are contaminated.
+
+        Raises
+        ------
+        ConfigError
+            `attackers` names a client that there is not, or more than there are.
+        """
+        if self.attack is None:
+            return frozenset()
+        if isinstance(self.attackers, int):
+            found = frozenset(range(num_clients - self.attackers, num_clients))
+        else:
+            found = frozenset(self.attackers)
+        if found and (min(found) < 0 or max(found) >= num_clients):
+            raise ConfigError(
+                f"client.attackers={self.attackers!r} does not fit num_clients={num_clients}; they are numbered from 0."
+            )
+        return found

@@ -28,7 +28,7 @@ _TOP = {
     "strategy", "dataset", "model", "client", "evaluation", "simulation", "tracking",
 }  # fmt: skip
 # May be absent, as in configurations of before they were known.
-_OPTIONAL = {"skip_finished", "benchmark_name"}
+_OPTIONAL = {"skip_finished", "benchmark_name", "task"}
 # What only composing needs.
 _COMPOSING = {"hydra", "experiment", "benchmark", "hparams", "tuned", "tuning_rounds"}
 # The keys of the groups that are read here; an empty set where the room that reads them checks them.

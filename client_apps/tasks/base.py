@@ -62,6 +62,10 @@ class Task(Protocol):
         """How clients train and answer."""
 
     @property
+    def attackers(self) -> frozenset[int]:
+        """The clients that are contaminated; see `client_apps.attacks`."""
+
+    @property
     def metric(self) -> str:
         """Name of the score a model is judged by, such as accuracy: in [0, 1], higher is better."""
 

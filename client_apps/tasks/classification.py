@@ -52,7 +52,7 @@ class ClassificationTask(DealtTask[NDArray[np.int64]]):
         self.dataset = read(DatasetConfig, cfg["dataset"], "dataset")
         self.eval_batch_size: int = (cfg.get("evaluation") or {}).get("batch_size", 1024)
         integer("evaluation.batch_size", self.eval_batch_size, 1)
-        choice("dataset.name", self.dataset.name, [*data.SOURCES, "fets2022"])
+        choice("dataset.name", self.dataset.name, [*data.SOURCES, "fets2022", "copying", "linear"])
         self.source = data.SOURCES[self.dataset.name]
         self.metric = "accuracy"
         self.sums: Mapping[str, tuple[int, ...]] = {"correct": (), "class_counts": (3, self.source.num_classes)}

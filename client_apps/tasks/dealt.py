@@ -51,6 +51,7 @@ class DealtTask(ABC, Generic[Those]):
         self.num_clients: int = cfg["num_clients"]
         self.data_dir: str | None = cfg.get("data_dir")
         self.client = read(ClientConfig, cfg["client"], "client")
+        self.attackers = self.client.attacking(self.num_clients)
         self._model_config = cfg["model"]
 
     @property

@@ -709,7 +709,7 @@ def test_without_the_extra_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch
     for module in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
-        ConfigError, match=r"dataset=fets2022 needs MONAI and nibabel; pip install 'fedconcord\[fets\]'"
+        ConfigError, match=r"dataset=fets2022 needs monai and nibabel; pip install 'fedconcord\[fets\]'"
     ):
         build(config(None, seed=12345))
 
