@@ -12,9 +12,12 @@ from .baselines.fedmgda import FedMGDA
 from .baselines.fednova import FedNova
 from .baselines.fedopt import FedAdagrad, FedAdam, FedYogi
 from .baselines.fedprox import FedProx
+from .baselines.local import Local
 from .baselines.normalised_momentum import NormalisedMomentum
+from .baselines.oracle import OracleFedAvg
 from .baselines.qfedavg import QFedAvg
 from .baselines.robust import FedMedian, FedTrimmedAvg, Krum
+from .clair import CLAIR
 from .craft import CRAFT
 from .fedref import FedRef
 from .layers import Layer, LayerMap
@@ -25,6 +28,7 @@ from .updates import ClientUpdates, LayerDirection
 
 __all__ = [
     "AFL",
+    "CLAIR",
     "CRAFT",
     "ConFIG",
     "FedAdagrad",
@@ -41,7 +45,9 @@ __all__ = [
     "FedTrimmedAvg",
     "FedYogi",
     "Krum",
+    "Local",
     "NormalisedMomentum",
+    "OracleFedAvg",
     "QFedAvg",
     "UpdateStrategy",
     "SpanStrategy",

@@ -221,9 +221,29 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         """Raise ValueError, in one sentence, if a saved state's `records` and `memory` are not this method's."""
         require("the state's records", records, "empty for this strategy", not records)
 
+    def check_memory(self, memory: object) -> dict[str, Tensor]:
+        """Return a saved state's `memory` on `device`; raise ValueError, in one sentence, if it is another method's."""
+        return check_memory(memory, self.remembers, self.remembers_rows, self.device)
+
+    def check_layers(self, layers: LayerMap, memory: dict[str, Tensor]) -> None:
+        """Raise ValueError, in one sentence, if what is remembered does not fit a model with these layers."""
+        require_layers(layers, memory, self.remembers_rows)
+
     def fit_config(self) -> dict[str, Scalar]:
         """Return what clients are told besides the round's number."""
         return {"initial_loss": True} if "initial_loss" in self.requires else {}
+
+    def more_metrics(self) -> dict[str, Scalar]:
+        """Return what else the metrics of a round that has moved the model say; after `conclude`."""
+        return {}
+
+    def sent_to(self, cid: str, parameters: Parameters) -> Parameters:
+        """Return what a client receives for this model, to train on and to evaluate: the model itself.
+
+        A method that has weights of each client's own returns those; what a client sends back is compared with the
+        global model all the same.
+        """
+        return parameters
 
     def evaluated(self, parameters: Parameters) -> Parameters:
         """Return the model to evaluate and to deploy: the global model itself, except where a method says otherwise."""
@@ -268,8 +288,12 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         if self.on_fit_config_fn is not None:
             config.update(self.on_fit_config_fn(number) or {})
         config.update(self.fit_config(), server_round=number)
-        ins = FitIns(parameters, config)
-        return [(client, ins) for client in clients]
+        common = FitIns(parameters, config)
+        theirs = [self.sent_to(client.cid, parameters) for client in clients]
+        return [
+            (client, common if its is parameters else FitIns(its, config))
+            for client, its in zip(clients, theirs, strict=True)
+        ]
 
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
         """Call `evaluate_fn`, if there is one, with the round's number counted over resumed runs."""
@@ -289,8 +313,13 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         config: dict[str, Scalar] = {"server_round": number}
         if self.on_evaluate_config_fn is not None:
             config.update(self.on_evaluate_config_fn(number) or {})
-        ins = EvaluateIns(self.evaluated(parameters), config)
-        return [(client, ins) for client in clients]
+        shown = self.evaluated(parameters)
+        common = EvaluateIns(shown, config)
+        theirs = [self.sent_to(client.cid, shown) for client in clients]
+        return [
+            (client, common if its is shown else EvaluateIns(its, config))
+            for client, its in zip(clients, theirs, strict=True)
+        ]
 
     # ---- aggregation --------------------------------------------------------------------------------------
 
@@ -366,6 +395,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self._failed_rounds = 0
         self._model = successor
         self.conclude(updates)
+        metrics.update(self.more_metrics())
         metrics["aggregate_seconds"] = time.perf_counter() - began
         return successor.parameters, metrics
 
@@ -481,7 +511,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     def _set_model(self, parameters: Parameters) -> GlobalModel:
         if self._model is None or parameters is not self._model.parameters:
             model = GlobalModel(parameters, self.layers)
-            require_layers(model.layers, self.memory, self.remembers_rows)
+            self.check_layers(model.layers, self.memory)
             self._model = model
         return self._model
 
@@ -538,12 +568,12 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         require("the state's start_norm", start_norm, "a number or None", start_norm is None or is_real(start_norm))
         records = state["records"]
         require("the state's records", records, "a dict", isinstance(records, Mapping))
-        memory = check_memory(state["memory"], self.remembers, self.remembers_rows, self.device)
+        memory = self.check_memory(state["memory"])
         self.check_state(records, memory)
         if self._model is None and self.initial_parameters is not None:
             self._set_model(self.initial_parameters)
         if self._model is not None:  # otherwise the first model that comes is checked
-            require_layers(self._model.layers, memory, self.remembers_rows)
+            self.check_layers(self._model.layers, memory)
         self.memory, self.records = memory, copy.deepcopy(dict(records))
         self._round, self._failed_rounds, self._start_norm = int(number), int(failed), start_norm
         self._offset = None

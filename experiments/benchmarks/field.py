@@ -58,6 +58,9 @@ STRATEGIES: dict[str, Callable[..., UpdateStrategy]] = {
     "FedMedian": strategies.FedMedian,
     "FedTrimmedAvg": strategies.FedTrimmedAvg,
     "Krum": strategies.Krum,
+    "CLAIR clients": partial(strategies.CLAIR, form="clients"),
+    "Local": strategies.Local,
+    "OracleFedAvg": strategies.OracleFedAvg,
 }
 """Everything the suite has, with its defaults; a new strategy joins by a line."""
 

@@ -1,5 +1,5 @@
 """The mathematics of each method: tensors in, a small frozen result out; nothing here knows Flower."""
 
-from . import craft, fedref, qp, simplex
+from . import clair, craft, fedref, qp, simplex
 
-__all__ = ["craft", "fedref", "qp", "simplex"]
+__all__ = ["clair", "craft", "fedref", "qp", "simplex"]

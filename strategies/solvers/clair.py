@@ -41,6 +41,8 @@ FORMS = ("pairs", "clients")
 
 # Pairs whose singular values are computed: all, or a random regular graph of about so many numbers.
 _PAIR_NUMBERS = 2**23
+# Rows or columns of a matrix from which its singular values are computed through a Gram matrix.
+_SMALL = 64
 _ROUNDS = 20
 # How much larger than at first sight the noise of the members may be found to be.
 _NOISE_SLACK = 1.2
@@ -48,6 +50,8 @@ _NOISE_SLACK = 1.2
 _QUIET = 1e-4
 # λ of a program without noise.
 _LEAST = 1e-150
+# What cannot be squared any more.
+_LARGEST = 1e150
 
 
 @dataclass(frozen=True)
@@ -343,7 +347,7 @@ class _Matrix:
         found = []
         for rows in chunks(len(self.sampled), self.q * self.blocks.shape[2]):
             j, k = self.sampled[rows].T
-            found.append(torch.linalg.svdvals(self.blocks[j] - self.blocks[k]))
+            found.append(_singular_values(self.blocks[j] - self.blocks[k]))
         return torch.cat(found) if found else self.blocks.new_zeros(0, min(self.q, self.p))
 
     def _pilot_rank(self) -> int:
@@ -475,10 +479,7 @@ class _Matrix:
         """Which pairs differ by no more than noise outside of the subspace fitted to the members, (G,) bool."""
         assert self.basis is not None
         flat = (self.blocks - (self.blocks @ self.basis) @ self.basis.T).flatten(1)
-        gram = flat @ flat.T
-        squares = gram.diagonal()
-        j, k = self.pairs.T
-        distances = (squares[j] + squares[k] - 2 * gram[j, k]).clamp(min=0).sqrt()
+        distances = _distances(flat, self.pairs)
         freedom = self.q * (self.p - self.rank)
         noise = self.noise
         if self.given_noise is None:  # the quartile over pairs is somewhat low; the members' own noise, within bounds
@@ -567,9 +568,29 @@ class _Matrix:
         return gain, subspace + max(0.0, outside - moved - gain)
 
 
+def _singular_values(blocks: Tensor) -> Tensor:
+    """Singular values of each block, the largest first; of large ones through a Gram matrix, to √eps of the largest."""
+    if min(blocks.shape[1:]) <= _SMALL:
+        values: Tensor = torch.linalg.svdvals(blocks)
+        return values
+    flat = blocks if blocks.shape[1] <= blocks.shape[2] else blocks.mT
+    found: Tensor = torch.linalg.eigvalsh(flat @ flat.mT).clamp(min=0).sqrt().flip(1)
+    return found
+
+
+def _distances(flat: Tensor, pairs: Tensor) -> Tensor:
+    """‖x_j − x_k‖ of rows of (K, d), (G,): through inner products, never a row for each pair."""
+    gram = flat @ flat.T
+    squares = gram.diagonal()
+    j, k = pairs.T
+    return (squares[j] + squares[k] - 2 * gram[j, k]).clamp(min=0).sqrt()
+
+
 def _outside_sparse(decomposition: Decomposition, basis: Tensor | None) -> Tensor:
     """‖S_g (I − P̂)‖_F of each pair, (G,)."""
     assert basis is not None
+    if (offsets := decomposition.offsets) is not None:
+        return _distances((offsets - (offsets @ basis) @ basis.T).flatten(1), decomposition.pairs)
     found = decomposition.weights.new_zeros(len(decomposition.pairs))
     for rows, block in decomposition.sparse_blocks():
         rest = block - (block @ basis) @ basis.T
@@ -621,7 +642,8 @@ def _settle(parts: Sequence[_Matrix], members: Tensor, count: int) -> tuple[Tens
 def _check_options(rank: Any, noise: Any, form: Any, tolerance: Any, max_iterations: Any) -> None:
     fine = rank is None or (is_integer(rank) and rank >= 0)
     require("rank", rank, "an integer of at least 0, or None to find it", fine)
-    require("noise", noise, "a number above 0, or None to estimate it", noise is None or (is_real(noise) and noise > 0))
+    fine = noise is None or (is_real(noise) and 0 < noise < _LARGEST)
+    require("noise", noise, f"a number above 0 and below {_LARGEST:g}, or None to estimate it", fine)
     require_choice("form", form, FORMS)
     require("tolerance", tolerance, "a number above 0", is_real(tolerance) and tolerance > 0)
     require("max_iterations", max_iterations, "an integer of at least 1", is_count(max_iterations))
@@ -638,8 +660,8 @@ def _checked(weights: Any) -> Tensor:
     if bool(bad.any()):
         raise ValueError(f"the weights of client {int(bad.nonzero()[0])} hold NaN or Inf; leave that client out.")
     wide: Tensor = weights.detach().to(torch.float64)
-    if not float(wide.abs().max()) < 1e150:
-        raise ValueError("the weights hold numbers beyond 1e150, which cannot be squared; scale them down.")
+    if not float(wide.abs().max()) < _LARGEST:
+        raise ValueError(f"the weights hold numbers beyond {_LARGEST:g}, which cannot be squared; scale them down.")
     return wide
 
 

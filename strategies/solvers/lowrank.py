@@ -208,9 +208,11 @@ class _PairProgram:
         # From far away each step is λ_S long at most: larger λ first, so that it is not far.
         factor = self._first_factor(lambda_sparse)
         while True:
+            if max_iterations - used <= 1:
+                factor = 1.0
             last = factor <= 1.0
             accuracy = tolerance if last else 1e-2
-            budget = max_iterations - used
+            budget = max_iterations - used - (0 if last else 1)  # one is left for the program itself
             low, sparse = factor * lambda_low, factor * lambda_sparse
             state, singular_values, residual, took = self._descend(state, low, sparse, accuracy, budget)
             used += took
@@ -258,7 +260,7 @@ class _PairProgram:
         previous, ahead, momentum = state, state, 1.0
         singular_values = self.weights.new_zeros(state[0].shape[1])
         residual, iteration = math.inf, 0
-        for iteration in range(1, max(budget, 1) + 1):
+        for iteration in range(1, budget + 1):
             state, singular_values = self._proximal_step(ahead, lambda_low, lambda_sparse)
             if iteration % _EVERY == 0 or iteration >= budget:
                 residual = self._residual(ahead, state, lambda_low, lambda_sparse)
@@ -400,40 +402,44 @@ def solve_clients(
     limit = lambda_sparse / count
     norms = weights.flatten(1).norm(dim=1)
     start = max(float(norms.median()), limit)
-    offsets = weights * (1 - start / norms.clamp(min=start))[:, None, None]
+    # What is kept is W − C, since C, next to a client far off, has no digits left for it.
+    rest = weights * (start / norms.clamp(min=start))[:, None, None]
 
-    def rest_of(found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def cut_off(found: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the threshold cuts off centre(W − C), the basis of the rest, and its singular values."""
-        flat = _centred(weights - found).view(-1, p)
+        flat = _centred(found).view(-1, p)
         low, basis, values = _shrunk(flat, cut)
         return (flat - low).view_as(weights), basis, values
 
-    previous, ahead, momentum = offsets, offsets, 1.0
+    previous, ahead, momentum = rest, rest, 1.0
     residual, iteration = math.inf, 0
     for iteration in range(1, max_iterations + 1):
-        pull, _, _ = rest_of(ahead)
-        moved = ahead + pull
+        pull, _, _ = cut_off(ahead)
+        left = ahead - pull
+        moved = weights - left
         size = moved.flatten(1).norm(dim=1)
-        offsets = moved * (1 - limit / size.clamp(min=limit))[:, None, None]
+        # C is `moved`, shortened by the limit.
+        rest = left + moved * (limit / size.clamp(min=limit))[:, None, None]
         if iteration % _EVERY == 0 or iteration == max_iterations:
             # Both parts are divided by K; the subgradients of the sparse part are λ_S/K long.
-            change = pull - rest_of(offsets)[0] + ahead - offsets
+            change = pull - cut_off(rest)[0] + rest - ahead
             residual = float(change.norm()) / (limit * math.sqrt(count))
             if residual <= tolerance:
                 break
-        if float(((ahead - offsets) * (offsets - previous)).sum()) > 0:
+        if float(((ahead - rest) * (rest - previous)).sum()) > 0:
             momentum = 1.0
         following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
-        ahead = offsets + (momentum - 1) / following * (offsets - previous)
-        previous, momentum = offsets, following
-    pull, basis, values = rest_of(offsets)
+        ahead = rest + (momentum - 1) / following * (rest - previous)
+        previous, momentum = rest, following
+    pull, basis, values = cut_off(rest)
+    offsets = weights - rest
     sizes = offsets.flatten(1).norm(dim=1)
     objective = 0.5 * count * float(pull.square().sum()) + lambda_low * math.sqrt(count) * float(values.sum())
     objective += lambda_sparse * float(sizes.sum())
     # Dual: max K⟨Y, W⟩ − K‖Y‖²/2 over centred Y with K‖Y_k‖ ≤ λ_S and √K‖Y‖_2 ≤ λ_L; `pull` fulfils the last one.
     longest = float(pull.flatten(1).norm(dim=1).max())
     scale = min(1.0, limit / longest) if longest > 0 else 1.0
-    low = _centred(weights - offsets) - pull
+    low = _centred(rest) - pull
     gap = 0.5 * count * (1 - scale) ** 2 * float(pull.square().sum())
     gap += lambda_low * math.sqrt(count) * float(values.sum()) - scale * count * float((pull * low).sum())
     gap += float((lambda_sparse * sizes - scale * count * (pull * offsets).sum((1, 2))).sum())

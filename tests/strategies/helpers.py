@@ -10,6 +10,7 @@ from flwr.server.client_proxy import ClientProxy
 
 from strategies import (
     AFL,
+    CLAIR,
     CRAFT,
     ConFIG,
     FedAdagrad,
@@ -26,7 +27,9 @@ from strategies import (
     FedTrimmedAvg,
     FedYogi,
     Krum,
+    Local,
     NormalisedMomentum,
+    OracleFedAvg,
     QFedAvg,
 )
 from strategies.testing import Proxy
@@ -97,6 +100,10 @@ ALL = {
     "fedref": lambda **k: FedRef(window=2, lambda_global=0.1, **k),
     "fedref-gradient": lambda **k: FedRef(window=1, solver="gradient", server_lr=0.5, **k),
     "fedref-gated": lambda **k: FedRef(window=1, gate="loss", ref_every=1, ref_growth=2.0, **k),
+    "clair": lambda **k: CLAIR(**k),
+    "clair-clients": lambda **k: CLAIR(form="clients", rank=1, refit=False, personalise=False, **k),
+    "local": lambda **k: Local(**k),
+    "oracle-fedavg": lambda **k: OracleFedAvg(**k),
     "fedmedian": lambda **k: FedMedian(**k),
     "fedtrimmedavg": lambda **k: FedTrimmedAvg(**k),
     "krum": lambda **k: Krum(**k),
