@@ -52,11 +52,11 @@ class CLAIR(UpdateStrategy):
 
     With fewer than three clients, or where no majority agrees, a round is FedAvg's and says so (`clair_warning`).
 
-    The round's metrics: `contaminated_clients` (JSON: each one's id, votes, comparisons and margin, which is
-    votes/comparisons − ½), `clients_contaminated`, `clients_left_out`, `vote_margins` (JSON, by client), `gain` and
-    `cost` of collaboration (sums over matrices, see `ClairSolution`), `subspace_rank` (the largest), `noise_level`,
-    `program_residual` and `program_gap` (the largest), and up to 50 clients `pair_distances` (JSON, a row a client:
-    ‖S_(j,k)(I − P̂)‖_F/τ, root mean square over matrices; above 1 two clients disagree).
+    The round's metrics: `contaminated_clients` (JSON: each one's id, identity (its partition where known), votes,
+    comparisons, and margin: votes/comparisons − ½), `clients_contaminated`, `clients_left_out`, `vote_margins` (JSON,
+    by identity), `gain` and `cost` of collaboration (sums over matrices, see `ClairSolution`), `subspace_rank` (the
+    largest), `noise_level`, `program_residual` and `program_gap` (the largest), and up to 50 clients `pair_distances`
+    (JSON, a row a client: ‖S_(j,k)(I − P̂)‖_F/τ, root mean square over matrices; above 1 two clients disagree).
 
     Parameters
     ----------
@@ -246,16 +246,18 @@ class CLAIR(UpdateStrategy):
         votes, comparisons = first.votes.tolist(), first.comparisons.tolist()
         margins = [round(v, 6) for v in first.margins.tolist()]
         out = [i for i, member in enumerate(first.members.tolist()) if not member] if settled else []
+        clients, names = updates.clients, self.identities(updates)
         listed = [
-            {"client": updates.clients[i], "votes": votes[i], "comparisons": comparisons[i], "margin": margins[i]}
+            {"client": clients[i], "identity": names[i], "votes": votes[i], "comparisons": comparisons[i],
+             "margin": margins[i]}
             for i in out
-        ]
+        ]  # fmt: skip
         for entry in listed:
-            logger.info("round %d: client %s is contaminated: %s", self._round, entry["client"], json.dumps(entry))
+            logger.info("round %d: client %s is voted out: %s", self._round, entry["client"], json.dumps(entry))
         report: dict[str, Scalar] = {
             "clients_contaminated": len(out),
             "contaminated_clients": json.dumps(listed),
-            "vote_margins": json.dumps(dict(zip(updates.clients, margins, strict=True))),
+            "vote_margins": json.dumps(dict(zip(names, margins, strict=True))),
             "gain": sum(s.gain for s in solutions),
             "cost": sum(s.cost for s in solutions),
             "subspace_rank": max(s.rank for s in solutions),
