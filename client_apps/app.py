@@ -31,7 +31,7 @@ from flwr.common import (
 )
 from torch import Tensor, nn
 
-from client_apps import kept, personal, stale, tasks
+from client_apps import attacks, kept, personal, stale, tasks
 from client_apps.arrays import set_arrays
 from client_apps.config import at_least_zero, boolean
 from client_apps.errors import ConfigError
@@ -145,7 +145,9 @@ class TaskClient(Client):
             `initial_loss`, the received model's mean cross-entropy on the whole training split, without augmentation
             or dropout. With Ditto `personal_loss`, the personal training's own `train_loss`. Where
             `client.stale_update` is above 0 also `stale`: 1 where the arrays are the global model received the
-            last time instead of the trained one, else 0. All else is then as if they were the trained ones.
+            last time instead of the trained one, else 0. All else is then as if they were the trained ones. Where
+            `client.attack` is set also `attacked`: 1 from a contaminated client, else 0; its arrays are those of
+            `client_apps.attacks`, unless they are stale, and all else is as it was in its training.
 
         Raises
         ------
@@ -165,7 +167,7 @@ class TaskClient(Client):
             _overwrite(model, received if mine is None else mine)
             of_mine = self.task.train_personal(model, received, self.cid, asked.server_round)
             self._keep(kept.record(model.state_dict(), list(model.state_dict().values())), of_mine, metrics)
-        return self._answer(trained, result, metrics, last, now)
+        return self._answer(self._sent(trained, ins, metrics), result, metrics, last, now)
 
     def evaluate(self, ins: EvaluateIns) -> EvaluateRes:
         """Evaluate the received model on the client's test split.
@@ -209,6 +211,21 @@ class TaskClient(Client):
         found = stale.load(self.state, model.state_dict(), self.cid)
         return None if found is None else _encode(found)
 
+    def _sent(self, trained: list[bytes], ins: FitIns, metrics: dict[str, Scalar]) -> list[bytes]:
+        """Return what the client sends for what it has trained: the same, unless it is contaminated."""
+        task = self.task
+        if task.client.attack is None:
+            return trained
+        contaminated = self.cid in task.client.attacking(task.num_clients)
+        metrics[attacks.METRIC] = int(contaminated)
+        if not contaminated:
+            return trained
+        received, mine = ([decode(data) for data in tensors] for tensors in (ins.parameters.tensors, trained))
+        sent = attacks.contaminate(
+            task.client, received, mine, seed=task.seed, cid=self.cid, server_round=_server_round(ins)
+        )
+        return [encode(array) for array in sent]
+
     def _answer(
         self,
         trained: list[bytes],
@@ -243,8 +260,8 @@ def _fit_many(clients: Sequence[TaskClient], ins: FitIns) -> list[FitRes]:
         for client, (record, result), its in zip(clients, of_mine, metrics, strict=True):
             client._keep(record, result, its)
     return [
-        client._answer(*result, its, before, now)
-        for client, result, its, before in zip(clients, results, metrics, last, strict=True)
+        client._answer(client._sent(trained, ins, its), result, its, before, now)
+        for client, (trained, result), its, before in zip(clients, results, metrics, last, strict=True)
     ]
 
 

@@ -2,7 +2,8 @@
 
 First the headline metric, its worst tenth, and conflict over rounds. Then, where a run has recorded these: what is
 forgotten, the trajectory of the global model, and the training loss. Last how it does class by class and how unsteady
-it is: of a classifier macro F1, UDP and total variation, of segmentation the Dice of each class, HD95 and UDP.
+it is: of a classifier macro F1, UDP and total variation, of segmentation the Dice of each class, HD95 and UDP, of a
+regression with a known truth the estimation error, UDP and total variation.
 """
 
 import io
@@ -18,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
-from .headline import CLASSES
+from .headline import CLASSES, ESTIMATION
 from .runs import Group, Row
 
 # Okabe and Ito's colour-blind safe palette without its yellow, which white swallows; then again with markers.
@@ -30,6 +31,7 @@ _MARKERS = ("", "o", "s", "^")
 _CROWD = 8
 # With more rows than this, the lines of three classes each could not be told apart.
 _FEW = 4
+_BENIGN = {"all clients": "-", "benign only": "--"}
 _CLASS_LINES = {"dice_wt": ("WT", "-"), "dice_tc": ("TC", "--"), "dice_et": ("ET", ":")}
 
 _Line = Callable[[Sequence[Axes], Group, Mapping[str, Any]], None]
@@ -103,7 +105,7 @@ def _lines(group: Group) -> list[_Line]:
     if _reports(group, *CLASSES):
         lines.append(_segmentation_line)
     elif _reports(group, "macro_f1", "udp_loss", "total_variation"):
-        lines.append(_classification_line)
+        lines.append(_regression_line if _reports(group, *ESTIMATION) else _classification_line)
     return lines
 
 
@@ -119,6 +121,9 @@ def _basic_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any])
     mean.set(title=f"{title}, mean over {headline.client}s", ylabel=f"{headline.title} (%)")
     _panel(worst, group, styles, "worst10")
     worst.set(title=f"{title}, worst 10 % of {headline.client}s", ylabel=f"{headline.title} (%)")
+    for axes, name in ((mean, headline.benign), (worst, "benign_worst10")):
+        if _dash(axes, group, styles, name):
+            _key(axes, _BENIGN)
     before = _dash(conflict, group, styles, "conflict_share_before", window)
     _panel(conflict, group, styles, "conflict_share_after", window)
     which = " after the solve" if _crowded(group) else ""
@@ -155,11 +160,27 @@ def _classification_line(panels: Sequence[Axes], group: Group, styles: Mapping[s
     macro_f1, udp, variation = panels
     _panel(macro_f1, group, styles, "macro_f1")
     macro_f1.set(title="Macro F1 of all test samples", ylabel="macro F1 (%)")
+    _from_zero(macro_f1)
     _udp(udp, group, styles)
-    _panel(variation, group, styles, "total_variation")
-    variation.set(title=f"Total variation of {group.headline.title} so far", ylabel="percentage points, summed")
-    for axes in (macro_f1, variation):
-        _from_zero(axes)
+    _variation(variation, group, styles)
+
+
+def _regression_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
+    error, udp, variation = panels
+    benign = _dash(error, group, styles, "benign_estimation_error", factor=1)
+    _panel(error, group, styles, "estimation_error", factor=1)
+    error.set(title="Estimation error", ylabel="squared distance from the truth")
+    error.set_ylim(bottom=0)
+    if benign:
+        _key(error, _BENIGN)
+    _udp(udp, group, styles)
+    _variation(variation, group, styles)
+
+
+def _variation(axes: Axes, group: Group, styles: Mapping[str, Any]) -> None:
+    _panel(axes, group, styles, "total_variation")
+    axes.set(title=f"Total variation of {group.headline.title} so far", ylabel="percentage points, summed")
+    _from_zero(axes)
 
 
 def _segmentation_line(panels: Sequence[Axes], group: Group, styles: Mapping[str, Any]) -> None:
@@ -220,10 +241,10 @@ def _crowded(group: Group) -> bool:
     return len(group.rows) > _CROWD
 
 
-def _dash(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, window: int = 1) -> bool:
+def _dash(axes: Axes, group: Group, styles: Mapping[str, Any], name: str, window: int = 1, factor: float = 100) -> bool:
     """Draw dashed lines, unless they would crowd the panel; False if there are none."""
     rows = [] if _crowded(group) else group.rows
-    drawn = [_draw(axes, row, styles[row.label], name, "--", window) for row in rows]
+    drawn = [_draw(axes, row, styles[row.label], name, "--", window, factor=factor) for row in rows]
     return any(drawn)
 
 
@@ -245,7 +266,7 @@ def _panel(
     ]
     axes.set_xlabel("round")
     if over is None:
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if len(missing) == len(group.rows):
         axes.text(0.5, 0.5, "not reported", transform=axes.transAxes, ha="center", color="0.5")
         axes.set(xticks=[], yticks=[])
@@ -282,9 +303,13 @@ def _draw(
     seeds = factor * np.lib.stride_tricks.sliding_window_view(seeds, window, axis=1).mean(axis=2)
     x = others[0].mean(axis=0) if others else np.array(rounds[window - 1 :])
     width = 1.6 if line == "-" else 0.9
-    style = style if len(x) > 1 else {**style, "marker": "o"}  # a single point needs one to be seen
+    if len(x) == 1:  # a single point needs a marker to be seen, and of that of a dashed line only the edge
+        style = {**style, "marker": style["marker"] or "o", "markevery": 1}
+        style |= {} if line == "-" else {"markerfacecolor": "none", "markersize": 8}
     axes.plot(x, seeds.mean(axis=0), line, linewidth=width, zorder=3, clip_on=False, **style)
     if band and line == "-" and len(seeds) > 1:
         low, high = seeds.min(axis=0), seeds.max(axis=0)
+        if len(x) == 1:
+            axes.vlines(x, low, high, color=style["color"], alpha=0.3, linewidth=4)
         axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
     return True

@@ -86,7 +86,9 @@ class Evaluator:
             Of the global model, with the task's metric for `accuracy`: `accuracy`, `accuracy_std`, `worst10`, `best10`,
             `accuracy_weighted`, `clients_evaluated`, and the task's summary, such as `macro_f1`. Where clients report
             them, of their personal models `personal_accuracy`, `personal_accuracy_std`, `personal_worst10`,
-            `personal_best10`, every client counting once, and `personal_loss`, the mean over all examples. Clients
+            `personal_best10`, every client counting once, and `personal_loss`, the mean over all examples. Where the
+            task has contaminated clients, over all others alone `benign_accuracy`, `benign_worst10`, the summary as
+            `benign_macro_f1`, and of personal models `benign_personal_accuracy` and `benign_personal_worst10`. Clients
             without test data are left out; so are, and logged, those whose report lacks something, has the wrong type
             or shape, is not finite, or makes a score outside [0, 1]. Empty, and logged, if none is left.
         """
@@ -113,7 +115,24 @@ class Evaluator:
             f"{task.metric}_weighted": float(scores @ examples / examples.sum()),
             "clients_evaluated": len(ids),
             **task.summary(found),
+            **self._benign(ids, found),
         }
+
+    def _benign(self, ids: NDArray[Any], found: Evaluation, prefix: str = "") -> dict[str, Scalar]:
+        """Summarise the clients that are not contaminated; empty where none is, or no other is evaluated."""
+        task = self._task
+        benign = ~np.isin(ids, list(task.attackers))
+        if not task.attackers or not benign.any():
+            return {}
+        theirs = _those(found, benign)
+        spread = fairness(task.scores(theirs))
+        metrics: dict[str, Scalar] = {
+            f"benign_{prefix}{task.metric}": spread.mean,
+            f"benign_{prefix}worst10": spread.worst10,
+        }
+        if not prefix:
+            metrics |= {f"benign_{name}": value for name, value in task.summary(theirs).items()}
+        return metrics
 
     def _personal(self, results: Reports) -> dict[str, Scalar]:
         """Summarise the clients' personal models; empty where nobody reports one that can be used."""
@@ -121,6 +140,7 @@ class Evaluator:
         if not reports:
             return {}
         found, name = _gathered(self._task, reports, "personal_"), f"personal_{self._task.metric}"
+        ids = np.array([metrics["partition_id"] for _, metrics in reports])
         spread = fairness(self._task.scores(found))
         return {
             name: spread.mean,
@@ -128,6 +148,7 @@ class Evaluator:
             "personal_worst10": spread.worst10,
             "personal_best10": spread.best10,
             "personal_loss": float(found.loss_sum.sum() / found.num_examples.sum()),
+            **self._benign(ids, found, "personal_"),
         }
 
     def _usable(self, results: Reports, prefix: str = "") -> Reports:

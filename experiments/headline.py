@@ -34,11 +34,16 @@ class Headline:
         return f"personal_{self.name}"
 
     @property
+    def benign(self) -> str:
+        """Name of the same metric over clients that are not contaminated."""
+        return f"benign_{self.name}"
+
+    @property
     def results(self) -> tuple[str, ...]:
         """Names of all that a report shows of a run's last evaluation."""
         spread = (self.name, f"{self.name}_std", "worst10", "best10")
         personal = (self.personal, f"{self.personal}_std", "personal_worst10", "personal_best10")
-        return (*spread, "macro_f1", *personal, *STABILITY, *CLASSES)
+        return (*spread, self.benign, "benign_worst10", *ESTIMATION, "macro_f1", *personal, *STABILITY, *CLASSES)
 
 
 STABILITY = (
@@ -46,12 +51,16 @@ STABILITY = (
 )  # fmt: skip
 """What `experiments.stability.Stability` says of a run as a whole."""
 
+ESTIMATION = ("estimation_error", "benign_estimation_error")
+"""What regression reports where the truth is known, a mean over clients."""
+
 CLASSES = ("dice_wt", "dice_tc", "dice_et", "hd95_wt", "hd95_tc", "hd95_et", "hd95")
 """What segmentation reports per class, over all subjects; HD95 in mm."""
 
 HEADLINES = (
     Headline("accuracy", "accuracy", "Test accuracy in %", "client"),
     Headline("dice", "Dice", "Mean Dice of WT, TC, ET in %", "institution"),
+    Headline("r2", "R²", "R² in %", "client"),
 )
 """Every metric that a report can be about, the first one first where a run has several."""
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from .comparison import Against, Comparison, compare
 from .curves import draw_curves
 from .pictures import draw_pictures, gather
-from .runs import SIZES, Group, find_failures, find_runs, group_runs
+from .runs import SIZES, Group, find_failures, find_runs, group_runs, partition_kind
 from .tables import all_columns, counts, sheets, show, without_row
 
 _PICTURES = {
@@ -65,7 +65,7 @@ def _csv(groups: Sequence[Group], compared: Sequence[Against | None]) -> str:
     for group, against in zip(groups, compared, strict=True):
         config = group.rows[0].runs[0].config
         setting = {"setting": group.title, "dataset": config["dataset"]["name"], "model": config["model"]["name"]}
-        setting |= {"partition": config["dataset"]["partition"]["kind"]} | {name: config[name] for name in SIZES}
+        setting |= {"partition": partition_kind(config)} | {name: config[name] for name in SIZES}
         for row in group.rows:
             line = setting | {"strategy": row.label, "seeds": len(row.runs), "target": group.target}
             line["seeds_reaching_target"] = len(row.values["rounds_to_target"])

@@ -34,6 +34,8 @@ _NUMBERS = (
 _COUNTS = ("failed_round", "clients_rejected")
 # What changes the measures that are summed over evaluated rounds, and who evaluates.
 _EVALUATION = ("mode", "every")
+# What contaminated clients do, and what that is without any: part of the setting.
+_ATTACK = {"attack": None, "attackers": 0, "attack_strength": 1.0}
 # Of this size or beyond, sums and squares of numbers would not be finite.
 _HUGE = 1e100
 
@@ -139,23 +141,49 @@ def _distinguish(items: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
 
 def _setting(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     dataset, model = config["dataset"], config["model"]
-    kind = dataset["partition"]["kind"]
+    kind = partition_kind(config)
     if kind == "dirichlet":
         kind = f"dirichlet({dataset['partition']['alpha']})"
     evaluation = config.get("evaluation") or {}  # a configuration of before may lack it
-    stale = _stale(config)
+    stale, attack = _stale(config), _attack(config)
+    words = [dataset["name"], model["name"], *([kind] if kind else [])]
+    if dataset.get("contaminated"):
+        words.append(f"contaminated: {dataset['contaminated']}")
+    words += [f"{100 * stale:g} % stale answers"] if stale else []
+    if attack["attack"]:
+        words.append(f"{attack['attack']} by {attack['attackers']}")
     return (
-        f"{dataset['name']}, {model['name']}, {kind}" + (f", {100 * stale:g} % stale answers" if stale else ""),
+        ", ".join(words),
         _flat(dataset, "dataset.")
         | _flat(model, "model.")
         | {name: config[name] for name in SIZES}
         | {"client.stale_update": stale}
+        | {f"client.{key}": value for key, value in attack.items()}
         | {f"evaluation.{name}": evaluation[name] for name in _EVALUATION if name in evaluation},
     )
 
 
 def _own(client: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in client.items() if key != "stale_update"}
+    return {key: value for key, value in client.items() if key not in ("stale_update", *_ATTACK)}
+
+
+def _solving(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the task but for its name, which the data set has already decided."""
+    return {f"task.{key}": value for key, value in (config.get("task") or {}).items() if key != "name"}
+
+
+def _attack(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what contaminated clients do, as `_stale` part of what strategies are compared under."""
+    client = config["client"]
+    if not client.get("attack"):
+        return dict(_ATTACK)
+    return {key: client.get(key, default) for key, default in _ATTACK.items()}
+
+
+def partition_kind(config: Mapping[str, Any]) -> str | None:
+    """Return how samples were dealt to clients; None of a data set whose samples are not dealt."""
+    partition = config["dataset"].get("partition")
+    return None if partition is None else str(partition["kind"])
 
 
 def _stale(config: Mapping[str, Any]) -> float:
@@ -193,7 +221,10 @@ def _load(folder: Path) -> Run:
         path=folder,
         config=config,
         setting=_setting(config),
-        strategy=(_name(config), _flat(config["strategy"]) | _flat(_own(config["client"]), "client.")),
+        strategy=(
+            _name(config),
+            _flat(config["strategy"]) | _flat(_own(config["client"]), "client.") | _solving(config),
+        ),
         rounds=rounds,
         headline=headline,
     )

@@ -15,7 +15,7 @@ from flwr.common import Parameters, Scalar, ndarrays_to_parameters, parameters_t
 from flwr.server import Server, ServerAppComponents, ServerConfig, SimpleClientManager
 from flwr.serverapp import Grid, ServerApp
 
-from client_apps import stale
+from client_apps import attacks, stale
 from client_apps.arrays import get_arrays, set_arrays
 from client_apps.errors import ConfigError
 from client_apps.tasks import Task
@@ -49,8 +49,13 @@ def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> Up
             "on_evaluate_config_fn": evaluator.start_round,
             "evaluate_metrics_aggregation_fn": evaluator.from_clients,
         }
+    counts = []
     if task.client.stale_update:
-        evaluation["fit_metrics_aggregation_fn"] = count_stale
+        counts.append(count_stale)
+    if task.client.attack:
+        counts.append(count_attacked)
+    if counts:
+        evaluation["fit_metrics_aggregation_fn"] = lambda results: {k: v for f in counts for k, v in f(results).items()}
     return build_strategy(
         cfg,
         layers=LayerMap.from_module(model),
@@ -68,6 +73,14 @@ def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> Up
 def count_stale(results: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Scalar]:
     """Flower's `fit_metrics_aggregation_fn`: `stale_updates`, how many of the answers accepted are stale models."""
     return {"stale_updates": sum(metrics.get(stale.METRIC) == 1 for _, metrics in results)}
+
+
+def count_attacked(results: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Scalar]:
+    """Flower's `fit_metrics_aggregation_fn`: `attacked_updates`, how many accepted are of contaminated clients.
+
+    It is only counted: what a strategy accepts and what it does with it never depends on what clients say of this.
+    """
+    return {"attacked_updates": sum(metrics.get(attacks.METRIC) == 1 for _, metrics in results)}
 
 
 def make_server_app(cfg: Mapping[str, Any], task: Task) -> ServerApp:

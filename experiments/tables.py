@@ -81,6 +81,10 @@ def main_columns(headline: Headline) -> list[Column]:
         Column(f"{headline.name}_std", f"std over\n{headline.client}s", spread=False, optional=False),
         Column("worst10", "worst\n10 %", max, optional=False),
         Column("best10", "best\n10 %", max, spread=False, optional=False),
+        Column(headline.benign, f"benign\n{title}", max),
+        Column("benign_worst10", "benign\nworst 10 %", max),
+        Column("estimation_error", "estimation\nerror", min, factor=1, digits=2),
+        Column("benign_estimation_error", "benign\nestimation\nerror", min, factor=1, digits=2),
         Column("macro_f1", "macro\nF1", max),
         Column(headline.personal, f"personal\n{title}", max),
         Column(f"{headline.personal}_std", "personal\nstd", spread=False),
@@ -153,6 +157,10 @@ def _main(group: Group) -> Sheet:
     )
     if any(row.values["macro_f1"] for row in group.rows):
         caption += " Macro F1 is that of all test samples together."
+    if any(row.values[headline.benign] for row in group.rows):
+        caption += f" Benign: over the {headline.client}s that are not contaminated alone."
+    if any(row.values["estimation_error"] for row in group.rows):
+        caption += f" Estimation error: the squared distance from the true matrix, mean over {headline.client}s."
     sheet = _sheet(group, "", main_columns(headline), caption)
     titles, rows = [sheet.titles[0], "seeds", *sheet.titles[1:]], []
     counted = [title for title in _COUNTS.values() if any(counts(row)[title] for row in group.rows)]

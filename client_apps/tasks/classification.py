@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from client_apps import data, models
+from client_apps import attacks, data, models
 from client_apps.config import DatasetConfig, choice, integer, read
 from client_apps.data.partition import partition
 from client_apps.data.transforms import Normalise, random_crop_flip
@@ -39,7 +39,9 @@ class ClassificationTask(DealtTask[NDArray[np.int64]]):
     cfg : Mapping[str, Any]
         The composed configuration. Read are `seed`, `num_clients`, `data_dir`, `dataset`
         (`DatasetConfig`), `model` (`client_apps.models.build`), `client` (`ClientConfig`) and
-        `evaluation.batch_size` (1024).
+        `evaluation.batch_size` (1024). With `client.attack=shuffled_labels` all that looks at the training splits of
+        contaminated clients sees shuffled labels: training, personal training, and the evaluation of the training
+        split, from which `initial_loss` comes. Test splits are as they are.
 
     Raises
     ------
@@ -275,6 +277,17 @@ class ClassificationTask(DealtTask[NDArray[np.int64]]):
         return data.load(self.dataset.name, self.data_dir, self.dataset.hub)
 
     @cached_property
+    def _labels(self) -> NDArray[np.int64]:
+        """Labels of all samples, each of which is in one split at most; shuffled where that is the attack."""
+        labels = self._samples.labels
+        if self.client.attack == attacks.SHUFFLED_LABELS and self.attackers:
+            labels = labels.copy()  # the samples are shared with other tasks
+            for cid in self.attackers:
+                train = self._split(cid).train
+                labels[train] = labels[train[attacks.shuffled(len(train), self.seed, cid)]]
+        return labels
+
+    @cached_property
     def _splits(self) -> list[Split[NDArray[np.int64]]]:
         parts = partition(
             self._samples.labels,
@@ -340,7 +353,7 @@ class ClassificationTask(DealtTask[NDArray[np.int64]]):
 
     def _tensors(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         images = torch.from_numpy(self._samples.images[indices])
-        return images.to(self.device), torch.from_numpy(self._samples.labels[indices]).to(self.device)
+        return images.to(self.device), torch.from_numpy(self._labels[indices]).to(self.device)
 
     @cached_property
     def _normalise(self) -> Normalise:

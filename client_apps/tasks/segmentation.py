@@ -20,7 +20,7 @@ from monai.metrics import compute_dice, compute_hausdorff_distance
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from client_apps import models
+from client_apps import attacks, models
 from client_apps.config import read
 from client_apps.data import fets2022
 from client_apps.data.fets2022 import CLASSES, FetsConfig, Patches, Subject
@@ -66,6 +66,11 @@ class SegmentationTask(DealtTask[tuple[str, ...]]):
         self.dataset = read(FetsConfig, cfg["dataset"], "dataset")
         if self.client.vectorize is True:
             raise ConfigError("client.vectorize=true is not for dataset=fets2022; use client.vectorize=auto.")
+        if self.client.attack == attacks.SHUFFLED_LABELS:
+            raise ConfigError(
+                "client.attack=shuffled_labels is not for dataset=fets2022, which has masks, not labels; choose "
+                "another attack."
+            )
         self.new_model()  # refuses a model that does not fit
         self._loss = DiceFocalLoss(sigmoid=True, gamma=2.0)
         self._subject = lru_cache(maxsize=self.dataset.cache_subjects)(self._load)

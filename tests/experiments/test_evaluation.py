@@ -6,9 +6,12 @@ import json
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.common import Scalar
+from flwr.common import EvaluateIns, Scalar, ndarrays_to_parameters
 
+from client_apps.app import TaskClient
+from client_apps.arrays import get_arrays
 from client_apps.tasks import build
 from experiments.config import compose
 from experiments.evaluation import Evaluator
@@ -17,8 +20,8 @@ CLIENTS = 4
 CLASSES = 10
 
 
-def evaluator(seen: list[Any] | None = None) -> Evaluator:
-    cfg = compose(["dataset=digits", f"num_clients={CLIENTS}", "clients_per_round=2"])
+def evaluator(seen: list[Any] | None = None, *overrides: str) -> Evaluator:
+    cfg = compose(["dataset=digits", f"num_clients={CLIENTS}", "clients_per_round=2", *overrides])
     made = Evaluator(build(cfg), CLIENTS, lambda *found: None if seen is None else seen.append(found))
     made.start_round(3)
     return made
@@ -117,3 +120,50 @@ def test_clients_of_before_report_no_class_counts(caplog: pytest.LogCaptureFixtu
 def test_macro_f1_of_what_clients_report() -> None:
     found = evaluator().from_clients(GOOD)
     assert found["macro_f1"] == pytest.approx(2 * 4 / (4 + 8))  # 4 of 8 of class 0 found, none of it wrong
+
+
+# ---- contaminated clients ----------------------------------------------------------------------------------------
+
+ATTACKED = ("client.attack=sign_flip", "client.attackers=[2]")
+
+
+def test_benign_metrics_are_those_of_the_others_alone() -> None:
+    reports = [report(0, 1), report(1, 2), report(2, 4)]
+    found = evaluator(None, *ATTACKED).from_clients(reports)
+    alone = evaluator().from_clients(reports[:2])
+    assert (found["accuracy"], found["worst10"]) == (pytest.approx(7 / 12), 0.25)  # of all, as ever
+    assert (found["benign_accuracy"], found["benign_worst10"]) == (pytest.approx(3 / 8), 0.25)
+    assert (found["benign_personal_accuracy"], found["benign_personal_worst10"]) == (pytest.approx(3 / 8), 0.25)
+    assert found["benign_macro_f1"] == alone["macro_f1"]
+    of_all = evaluator().from_clients(reports)
+    assert {key: value for key, value in found.items() if not key.startswith("benign")} == of_all
+    assert not [key for key in of_all if "benign" in key]
+
+
+def test_where_only_contaminated_clients_report_there_are_no_benign_metrics() -> None:
+    found = evaluator(None, *ATTACKED).from_clients([report(2, 4)])
+    assert found["accuracy"] == 1
+    assert not [key for key in found if "benign" in key]
+
+
+def test_server_and_clients_agree_on_what_is_benign() -> None:
+    """Of a regression, whose errors are known: one client with a row space of its own, one that lies."""
+    overrides = ["dataset=linear", "model=linear", f"num_clients={CLIENTS}", "clients_per_round=2"]
+    task = build(compose([*overrides, "dataset.contaminated=1", "client.attack=sign_flip", "client.attackers=[0]"]))
+    assert task.attackers == {0, 3}
+    made = Evaluator(task, CLIENTS, lambda *_: None)
+    arrays = get_arrays(task.new_model())
+    _, on_server = made.on_server(1, arrays, {})
+    answers = [
+        TaskClient(task, cid).evaluate(EvaluateIns(ndarrays_to_parameters(arrays), {})) for cid in range(CLIENTS)
+    ]
+    by_clients = made.from_clients([(answer.num_examples, dict(answer.metrics)) for answer in answers])
+    assert by_clients == on_server
+    truth = np.sum((arrays[0].astype(np.float64) - task.problem.weights) ** 2, axis=(1, 2))  # type: ignore[attr-defined]
+    assert on_server["estimation_error"] == pytest.approx(truth.mean())
+    assert on_server["benign_estimation_error"] == pytest.approx(truth[[1, 2]].mean())
+    scores = [float(answer.metrics["r2"]) for answer in answers]
+    assert (on_server["benign_r2"], on_server["benign_worst10"]) == (
+        pytest.approx(np.mean(scores[1:3])),
+        min(scores[1:3]),
+    )
