@@ -58,11 +58,12 @@ class Against:
 def compare(group: Group, name: str, failures: Sequence[Failure]) -> Against:
     """Hold the strategy `name`, at its best settings where it has several, against the other rows of a group.
 
-    Where all rows have personal models, those are compared, else the global ones.
+    Where all rows have personal models, those are compared, else the global ones; where there are contaminated clients,
+    those of the others.
     """
     headline = group.headline
-    personal = all(row.values[headline.personal] for row in group.rows)
-    metric = headline.personal if personal else headline.name
+    possible = (headline.benign_personal, headline.personal, headline.benign, headline.name)
+    metric = next(name for name in possible if all(row.values[name] for row in group.rows))
     row = next((row for row in group.rows if row.runs[0].strategy[0] == name), None)  # rows are sorted, best first
     comparisons = {} if row is None else {o.label: _compare(row, o, metric) for o in group.rows if o is not row}
     tested = {label: found.p_value for label, found in comparisons.items() if found.p_value is not None}
@@ -73,7 +74,7 @@ def compare(group: Group, name: str, failures: Sequence[Failure]) -> Against:
     for failure in failures:
         if failure.setting == group.rows[0].runs[0].setting:
             failed.setdefault(failure.name, []).append(failure.config.get("seed"))
-    words = f"personal {headline.title}" if personal else headline.title
+    words = "".join(f"{word} " for word in ("benign", "personal") if word in metric.split("_")) + headline.title
     return Against(name, words, row.label if row else None, comparisons, failed)
 
 

@@ -39,11 +39,17 @@ class Headline:
         return f"benign_{self.name}"
 
     @property
+    def benign_personal(self) -> str:
+        """Name of the same metric of those clients' personal models."""
+        return f"benign_{self.personal}"
+
+    @property
     def results(self) -> tuple[str, ...]:
         """Names of all that a report shows of a run's last evaluation."""
         spread = (self.name, f"{self.name}_std", "worst10", "best10")
         personal = (self.personal, f"{self.personal}_std", "personal_worst10", "personal_best10")
-        return (*spread, self.benign, "benign_worst10", *ESTIMATION, "macro_f1", *personal, *STABILITY, *CLASSES)
+        benign = (self.benign, "benign_worst10", self.benign_personal)
+        return (*spread, *benign, *ESTIMATION, "macro_f1", *personal, *STABILITY, *CLASSES)
 
 
 STABILITY = (

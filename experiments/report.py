@@ -18,14 +18,17 @@ from typing import Any
 
 from rich.console import Console
 
+from .clair_pictures import draw_pairs
 from .comparison import Against, Comparison, compare
 from .curves import draw_curves
+from .pairs import last_vote
 from .pictures import draw_pictures, gather
 from .runs import SIZES, Group, find_failures, find_runs, group_runs, partition_kind
 from .tables import all_columns, counts, sheets, show, without_row
 
 _PICTURES = {
     "curves.png": "Curves over rounds",
+    "pairs.png": "Pairs of clients in the last vote of a run, relative to the distance from which two disagree",
     "segmentation.png": "Slices of test subjects: the image, the truth, and what each strategy predicts",
 }
 
@@ -100,7 +103,7 @@ def report(
 ) -> Path | None:
     """Compare the runs below some folders, and write ``report.md``, ``report.csv`` and ``curves.png``.
 
-    Where runs have left examples there is also ``segmentation.png``.
+    Where runs have left examples there is also ``segmentation.png``, and where clients voted (CLAIR) ``pairs.png``.
 
     Runs are compared within a setting: data set, partition, model, number of clients, clients per round, rounds,
     and who evaluates how often. Within it they belong together when they differ only by seed. Runs that did not
@@ -139,6 +142,7 @@ def report(
     groups = group_runs(runs, target, left_out)
     failures = find_failures(folders) if against else []
     compared = [compare(group, against, failures) if against else None for group in groups]
+    vote = last_vote(groups, left_out)
     galleries = [gallery for group in groups if (gallery := gather(group, left_out))]
     for group, comparison in zip(groups, compared, strict=True):
         show(console, group, comparison)
@@ -157,11 +161,16 @@ def report(
     if galleries:
         files["segmentation.png"] = draw_pictures(galleries)
     pictures = list(files)
+    if vote is not None:
+        draw_pairs(vote.distances, vote.members, 1.0, vote.labels, out / "pairs.png")
+        pictures.append("pairs.png")
     files["report.csv"] = _csv(groups, compared).encode()
     files["report.md"] = _markdown(groups, compared, left_out, command, pictures).encode()
     for name, content in files.items():
         write_whole(out / name, content)
-    console.print(f"Wrote {', '.join(files)} to {out}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"Wrote {', '.join(dict.fromkeys([*pictures, *files]))} to {out}", markup=False, highlight=False, soft_wrap=True
+    )
     return out / "report.md"
 
 

@@ -331,7 +331,8 @@ def group_runs(runs: Sequence[Run], target: float | None, left_out: list[str]) -
         kept = {label: list(of_label.values()) for label, of_label in seeds.items()}
         goal, source = _target(kept, target)
         rows = [Row(label, of_label, _values(of_label, goal)) for label, of_label in kept.items()]
-        rows.sort(key=lambda row: -fmean(row.values[headline.name]))
+        judged = headline.benign if all(row.values[headline.benign] for row in rows) else headline.name
+        rows.sort(key=lambda row: -fmean(row.values[judged]))
         groups.append(Group(title, rows, goal, source))
     return groups
 

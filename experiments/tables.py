@@ -87,6 +87,7 @@ def main_columns(headline: Headline) -> list[Column]:
         Column("benign_estimation_error", "benign\nestimation\nerror", min, factor=1, digits=2),
         Column("macro_f1", "macro\nF1", max),
         Column(headline.personal, f"personal\n{title}", max),
+        Column(headline.benign_personal, f"benign\npersonal\n{title}", max),
         Column(f"{headline.personal}_std", "personal\nstd", spread=False),
         Column("personal_worst10", "personal\nworst 10 %", max),
         Column("personal_best10", "personal\nbest 10 %", max, spread=False),
