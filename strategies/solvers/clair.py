@@ -19,7 +19,7 @@ taken again with what is outside it, unshrunk: j and k agree iff
     ‖(W_j − W_k)(I − P̂)‖_F ≤ √2 s (√(q(p − r)) + √(2 log G)).
 
 Both are repeated until nobody changes sides. They begin with the pairs that agree whatever the subspace is, because no
-more than r singular values of their difference are larger than noise.
+more than r singular values of their difference are larger than noise, and with the half of the clients that is in most.
 """
 
 from __future__ import annotations
@@ -611,11 +611,16 @@ def _tally(parts: Sequence[_Matrix], agree: Sequence[Tensor], pairs: Tensor) -> 
 
 
 def _agreeing(parts: Sequence[_Matrix]) -> Tensor:
-    """Members by the pairs alone, whatever the subspace: by matrices that can tell."""
+    """Members by the pairs alone, whatever the subspace, by matrices that can tell: the bare majority that agrees most.
+
+    A contaminated client that agrees with a majority by chance would be in the subspace fitted to them, and stay.
+    """
     telling = [part for part in parts if min(part.q, part.p) > part.rank] or list(parts)
     found = [_tally([part], [part.pair_votes()], part.sampled) for part in telling]
     votes, comparisons = (torch.stack(column).sum(0) for column in zip(*found, strict=True))
-    agreeing: Tensor = 2 * votes >= comparisons
+    share = votes / comparisons.clamp(min=1)
+    most = share.sort(descending=True).values[len(share) // 2]
+    agreeing: Tensor = (2 * votes >= comparisons) & (share >= most)
     return agreeing
 
 
