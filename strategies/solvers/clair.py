@@ -18,8 +18,12 @@ taken again with what is outside it, unshrunk: j and k agree iff
 
     ‖(W_j − W_k)(I − P̂)‖_F ≤ √2 s (√(q(p − r)) + √(2 log G)).
 
-Both are repeated until nobody changes sides. They begin with the pairs that agree whatever the subspace is, because no
-more than r singular values of their difference are larger than noise, and with the half of the clients that is in most.
+After LoRA what clients do not share is of low rank, too, and no noise. With a given rank, where the median singular
+value says that there is no noise, s is that of what is left beyond r singular values, and j and k agree up to 1.5 times
+the median distance between members. Subspace and vote are repeated until nobody changes sides. They begin with the
+pairs that agree whatever the subspace is, because no more than r singular values of their difference are larger than
+noise, and with the half of the clients that is in most of them. At the end a member that is far outside of what the
+others share without it, having turned the subspace to itself, is barred, and those that are left vote once more.
 """
 
 from __future__ import annotations
@@ -44,6 +48,11 @@ _PAIR_NUMBERS = 2**23
 # Rows or columns of a matrix from which its singular values are computed through a Gram matrix.
 _SMALL = 64
 _ROUNDS = 20
+# Where clients differ in parts of low rank, whose lengths vary, those up to this many times as far as is usual agree.
+_USUAL = 1.5
+# A member this many times as far (squared) outside of what the others share as they are in the middle is alone with it;
+# of fewer clients than these nobody can say; so many are looked at.
+_LONE, _FEWEST, _SUSPECTS = 2.25, 5, 64
 # How much larger than at first sight the noise of the members may be found to be.
 _NOISE_SLACK = 1.2
 # The noise is taken to be this share of a typical difference at least: below, λ would be too small to be solved for.
@@ -248,7 +257,7 @@ def solve_jointly(
     shares = _checked_weights("client_weights", client_weights, count, device, positive=False)
     parts = [_Matrix(w, graph, omega, form, rank, noise, tolerance, max_iterations) for w in blocks]
     if rank is None:
-        _settle(parts, _agreeing(parts), count)
+        _settle(parts, _agreeing(parts))
     for part in parts:
         part.decompose()
     votes, comparisons = _tally(parts, [part.sparse_votes() for part in parts], graph)
@@ -258,9 +267,9 @@ def solve_jointly(
         if not any(min(part.q, part.p) > 2 * part.rank for part in parts):
             starts.reverse()  # pairs of so few rows or columns agree whatever they are
         for start in starts:
-            found = _settle(parts, start, count)
+            found = _settle(parts, start)
             if found is not None:
-                members, votes, comparisons = found
+                members, votes, comparisons = _without_loners(parts, found)
                 break
     return [part.solution(members, votes, comparisons, shares, refit=refit) for part in parts]
 
@@ -323,6 +332,7 @@ class _Matrix:
             self.rotation = torch.linalg.qr(self.blocks.reshape(-1, self.p).T).Q
             self.blocks = (self.blocks @ self.rotation).contiguous()
         self.given_rank, self.given_noise = rank, noise
+        self.irregular = False  # whether what is not shared is of low rank itself, and no noise
         limit = min(self.q, self.p)
         if rank is not None:
             require("rank", rank, f"an integer from 0 to {limit}, for matrices of {self.q} x {self.p}", rank <= limit)
@@ -378,7 +388,8 @@ class _Matrix:
             found = min(found, noise_of_stack(self.blocks - self.blocks.mean(0), self.p))
         if self.given_rank is not None and rank < smaller:
             tail = noise_of_tails(self.values, self.q, self.p, rank)
-            found = tail if found < tail / 2 else found
+            self.irregular = found < tail / 2
+            found = tail if self.irregular else found
         typical = float(self.values.norm(dim=1).quantile(0.25)) / math.sqrt(2 * self.q * self.p)
         found = typical if found == math.inf else found
         return max(found, _QUIET * typical, self._rounding())
@@ -472,6 +483,8 @@ class _Matrix:
     def pair_votes(self) -> Tensor:
         """Which of the sampled pairs differ by a matrix of the rank and noise, whatever the row space."""
         rest: Tensor = self.values[:, self.rank :].norm(dim=1)
+        if self.irregular:
+            return rest <= _USUAL * rest.quantile(0.25)
         freedom = max((self.q - self.rank) * (self.p - self.rank), 0)
         return rest <= math.sqrt(2) * self.noise * (math.sqrt(freedom) + self._spread)
 
@@ -480,11 +493,34 @@ class _Matrix:
         assert self.basis is not None
         flat = (self.blocks - (self.blocks @ self.basis) @ self.basis.T).flatten(1)
         distances = _distances(flat, self.pairs)
+        if self.irregular:
+            j, k = self.pairs.T
+            among = distances[members[j] & members[k]]
+            return distances <= _USUAL * (among.median() if len(among) else 0.0)
         freedom = self.q * (self.p - self.rank)
         noise = self.noise
         if self.given_noise is None:  # the quartile over pairs is somewhat low; the members' own noise, within bounds
             noise = min(max(noise, self._outside(members)), _NOISE_SLACK * noise)
         return distances <= math.sqrt(2) * noise * (math.sqrt(freedom) + self._spread)
+
+    def outside_of_others(self, those: Tensor) -> Tensor:
+        """Return ‖(W_k − W̄_others)(I − P̂_others)‖_F² of each of these clients, (n,): both made without client k."""
+        blocks = self.blocks[those]
+        number, total = len(those), blocks.sum(0)
+        flat = blocks - total / number
+        gram = torch.einsum("kqi,kqj->ij", flat, flat)
+        found = blocks.new_zeros(number)
+        # With very many clients none of ordinary length turns the subspace to itself; the longest are looked at.
+        suspects = flat.flatten(1).norm(dim=1).argsort(descending=True)[:_SUSPECTS].tolist()
+        for k in suspects:
+            apart = blocks[k] - (total - blocks[k]) / (number - 1)
+            # Gram matrix of the others about their own mean.
+            others = gram - (number - 1) / number * apart.T @ apart
+            basis = torch.linalg.eigh(others)[1].flip(1)[:, : self.rank]
+            found[k] = (apart - (apart @ basis) @ basis.T).square().sum()
+        if len(suspects) < number:
+            found[found == 0] = found[suspects].median()
+        return found
 
     def _outside(self, members: Tensor) -> float:
         """Noise level by what the members have outside of the subspace."""
@@ -624,8 +660,14 @@ def _agreeing(parts: Sequence[_Matrix]) -> Tensor:
     return agreeing
 
 
-def _settle(parts: Sequence[_Matrix], members: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Fit subspaces to the members and vote anew until nobody changes sides; None where no majority is left."""
+def _settle(
+    parts: Sequence[_Matrix], members: Tensor, barred: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Fit subspaces to the members and vote anew until nobody changes sides; None where no majority is left.
+
+    Those that are barred agree with nobody.
+    """
+    count = len(members)
     seen: list[Tensor] = []
     votes = comparisons = torch.zeros(count, dtype=torch.int64, device=members.device)
     for _ in range(_ROUNDS):
@@ -635,6 +677,8 @@ def _settle(parts: Sequence[_Matrix], members: Tensor, count: int) -> tuple[Tens
             part.rerank(members)
             part.fit(members)
         votes, comparisons = _tally(parts, [part.outside_votes(members) for part in parts], parts[0].pairs)
+        if barred is not None:
+            votes = torch.where(barred, 0, votes)
         found = 2 * votes >= comparisons
         if bool((found == members).all()) or any(bool((found == old).all()) for old in seen):
             members = found
@@ -642,6 +686,39 @@ def _settle(parts: Sequence[_Matrix], members: Tensor, count: int) -> tuple[Tens
         seen.append(members)
         members = found
     return (members, votes, comparisons) if 2 * int(members.sum()) > count else None
+
+
+def _without_loners(parts: Sequence[_Matrix], found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Bar members that hold up a part of the subspace alone, one after the other, while a majority remains.
+
+    A client whose update is much larger than the others' turns a fitted subspace to itself, and is then well inside.
+    """
+    barred = torch.zeros_like(found[0])
+    while (loner := _loner(parts, found[0])) is not None:
+        barred[loner] = True
+        again = _settle(parts, found[0] & ~barred, barred)
+        if again is None:
+            break
+        found = again
+    # The subspaces are those of the members found.
+    for part in parts:
+        part.rerank(found[0])
+        part.fit(found[0])
+    return found
+
+
+def _loner(parts: Sequence[_Matrix], members: Tensor) -> int | None:
+    """Return the member furthest outside of what the others share, if it is much further than is usual."""
+    those = members.nonzero()[:, 0]
+    if len(those) < _FEWEST:
+        return None
+    ratios = torch.zeros(len(those), dtype=torch.float64, device=members.device)
+    for part in parts:
+        outside = part.outside_of_others(those)
+        middle = outside.median()
+        ratios += torch.where(middle > 0, outside / middle.clamp(min=_LEAST), 1.0) / len(parts)
+    worst = int(ratios.argmax())
+    return int(those[worst]) if float(ratios[worst]) > _LONE else None
 
 
 def _check_options(rank: Any, noise: Any, form: Any, tolerance: Any, max_iterations: Any) -> None:
