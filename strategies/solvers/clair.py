@@ -708,15 +708,19 @@ def _without_loners(parts: Sequence[_Matrix], found: tuple[Tensor, Tensor, Tenso
 
 
 def _loner(parts: Sequence[_Matrix], members: Tensor) -> int | None:
-    """Return the member furthest outside of what the others share, if it is much further than is usual."""
+    """Return the member furthest outside of what the others share, if it is much further than is usual.
+
+    Of several matrices the median counts: in a few of many a member may be alone.
+    """
     those = members.nonzero()[:, 0]
     if len(those) < _FEWEST:
         return None
-    ratios = torch.zeros(len(those), dtype=torch.float64, device=members.device)
+    found = []
     for part in parts:
         outside = part.outside_of_others(those)
         middle = outside.median()
-        ratios += torch.where(middle > 0, outside / middle.clamp(min=_LEAST), 1.0) / len(parts)
+        found.append(torch.where(middle > 0, outside / middle.clamp(min=_LEAST), 1.0))
+    ratios = torch.stack(found).quantile(0.5, dim=0)
     worst = int(ratios.argmax())
     return int(those[worst]) if float(ratios[worst]) > _LONE else None
 

@@ -263,12 +263,15 @@ def test_contaminated_clients_can_be_left_out_of_training_but_are_evaluated():
 def test_a_client_contaminated_in_one_matrix_of_two_is_judged_by_the_sum():
     found = models(9, 0)
     found[8][0] = models(0, 9, seed=4)[8][0]
-    _, _, _, metrics, _ = play(make(), 1, dict(zip(ids(9), found, strict=True)))
+    clients = dict(zip(ids(9), found, strict=True))
     # It agrees with everybody in one of two matrices: half of its votes at least, the bare majority.
+    _, _, _, metrics, _ = play(make(refit=False, rank=R), 1, clients)
     assert json.loads(metrics["vote_margins"])["8"] >= 0
     assert metrics["clients_contaminated"] == 0
-    _, _, _, metrics, _ = play(make(matrices=0), 1, dict(zip(ids(9), found, strict=True)))
-    assert [entry["client"] for entry in json.loads(metrics["contaminated_clients"])] == ["8"]
+    # Alone with what it has in the other, it is barred where the subspace is fitted to members.
+    for options in ({}, {"matrices": 0}):
+        _, _, _, metrics, _ = play(make(**options), 1, clients)
+        assert [entry["client"] for entry in json.loads(metrics["contaminated_clients"])] == ["8"]
 
 
 def test_what_all_share_makes_no_difference():
