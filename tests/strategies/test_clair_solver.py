@@ -1004,3 +1004,48 @@ def test_a_solve_repeats_itself(device):
     first, second = solve(W, refit=True), solve(W, refit=True)
     assert torch.equal(first.refined, second.refined)
     assert first.certificate == second.certificate
+
+
+# ---- adapters: what clients differ in beside the shared subspace is of low rank itself -------------------------------
+
+
+def adapters(seed, kind, clients=10, size=40, rank=4, drift=0.25):
+    """Updates B_k (A + E_k) of the last of which is `kind`; the others share A but for what training made of it."""
+    rng = np.random.default_rng(seed)
+    shared = np.linalg.qr(rng.normal(size=(size, rank)))[0].T
+    found = []
+    for k in range(clients):
+        own = shared + drift * rng.normal(size=(rank, size)) / np.sqrt(size)
+        update = rng.normal(size=(size, rank)) @ own
+        if k == clients - 1 and kind == "elsewhere":
+            update = update[:, rng.permutation(size)] * rng.choice([-1, 1], size)
+        if k == clients - 1 and kind == "long":
+            u, v = rng.normal(size=size), rng.normal(size=size)
+            update = update + 4 * np.linalg.norm(update) * np.outer(u, v) / np.linalg.norm(u) / np.linalg.norm(v)
+        found.append(update)
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("kind", ["elsewhere", "long"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_contaminated_adapter_is_found_though_no_update_is_of_full_rank(kind, seed):
+    matrices = [tensor(adapters(10 * seed + i, kind)) for i in range(3)]
+    found = solve_jointly(matrices, rank=4, refit=True)
+    assert found[0].members.tolist() == [True] * 9 + [False]
+    assert found[0].margins[-1] < 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_without_a_contaminated_adapter_nobody_is_voted_out(seed):
+    matrices = [tensor(adapters(10 * seed + i, "honest")) for i in range(3)]
+    assert solve_jointly(matrices, rank=4, refit=True)[0].members.all()
+
+
+def test_a_long_client_alone_is_barred_and_agrees_with_nobody():
+    """It is well inside the subspace fitted with it, and far outside the one fitted without it."""
+    W = adapters(0, "long")
+    found = solve(tensor(W), rank=4, refit=True)
+    assert found.votes[-1] == 0
+    others = W[:9] - W[:9].mean(axis=0)
+    basis = np.linalg.svd(others.reshape(-1, 40))[2][:4]
+    np.testing.assert_allclose(found.projector.numpy(), basis.T @ basis, atol=1e-8)
