@@ -50,7 +50,7 @@ for path in (pathlib.Path(conf.__file__).parent / "experiment").glob("*.yaml"):
         [sys.executable, "-c", script, str(wheel)], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["cnn", "cnn", *["mlp"] * 5, "resnet", "resnet", "unet3d"]
+    assert sorted(done.stdout.split()) == ["cnn", "cnn", "gpt", "linear", *["mlp"] * 5, "resnet", "resnet", "unet3d"]
     assert (wheel / "strategies" / "py.typed").exists()
 
 
