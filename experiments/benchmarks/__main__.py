@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks`: all of them in one run: engines, aggregation, the field, growth, segmentation."""
+"""`python -m experiments.benchmarks`: all in one run: engines, aggregation, the field, growth, segmentation, CLAIR."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from . import aggregation, engines, field, growth, segmentation
+from . import aggregation, clair, engines, field, growth, segmentation
 
 
 def main() -> None:
@@ -22,6 +22,7 @@ def main() -> None:
     field.main(common)
     growth.main(common)
     segmentation.main(common)
+    clair.main(common)
 
 
 if __name__ == "__main__":
