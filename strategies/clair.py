@@ -196,7 +196,7 @@ class CLAIR(UpdateStrategy):
             warnings += [
                 f"{name}: {solution.warning}"
                 for name, solution in zip(chosen.values(), solutions, strict=True)
-                if solution.warning is not None
+                if solution.warning is not None and self._found
             ]
             self._report = self._describe(updates, solutions)
         self._report["clients_left_out"] = self._left_out

@@ -83,9 +83,9 @@ class ClairSolution:
         What collaboration takes off a member's squared error, (1 − 1/|C|) q (p − r) s², and what it adds: the error
         of the subspace, r (p − r) s²/|C| by first-order perturbation and what P̂ differs from the refitted one, and what
         members have outside of it, ‖(W_k − W̄)(I − P̂)‖_F² beyond noise. Estimates; where s is estimated too, what looks
-        like noise counts as noise.
+        like noise counts as noise, after LoRA all that is outside.
     warning : str or None
-        One sentence where the cost exceeds the gain, or the program was not solved to its tolerance.
+        One sentence where no majority agrees, the cost exceeds the gain, or the program is not solved as asked.
     votes, comparisons : Tensor, (K,), int64
         In how many of how many comparisons a client agrees; with several matrices, in all of them.
     noise : float
@@ -554,14 +554,17 @@ class _Matrix:
         mean = torch.tensordot(share[among], self.blocks[among], dims=1)
         apart = self.blocks[members] - mean
         personal = (apart @ basis) @ basis.T
-        gain, cost = self._balance(apart, personal, number, basis)
+        noise = self._outside(members) if self.irregular and number > 1 else self.noise
+        gain, cost = self._balance(apart, personal, noise, basis)
         if self.rotation is not None:
             mean, personal, basis = mean @ self.rotation.T, personal @ self.rotation.T, self.rotation @ basis
         refined = self.original.clone()
         refined[members] = self.center + (mean + personal)
         certificate = self.decomposition.certificate
         warning = None
-        if cost > gain:
+        if 2 * number <= self.count and self.count > 1:
+            warning = f"no majority of the clients agrees: {number} of {self.count} do"
+        elif cost > gain:
             warning = f"collaboration does not pay: it takes {gain:.3g} off a client's error and adds {cost:.3g}"
         elif not certificate.converged:
             warning = (
@@ -590,10 +593,11 @@ class _Matrix:
             _final=self.basis,
         )
 
-    def _balance(self, apart: Tensor, personal: Tensor, number: int, basis: Tensor) -> tuple[float, float]:
+    def _balance(self, apart: Tensor, personal: Tensor, noise: float, basis: Tensor) -> tuple[float, float]:
+        number = len(apart)
         if number < 2:
             return 0.0, 0.0
-        variance, rank = self.noise**2, basis.shape[1]
+        variance, rank = noise**2, basis.shape[1]
         gain = (1 - 1 / number) * self.q * (self.p - rank) * variance
         outside = float((apart - personal).square().sum()) / number
         flat = apart.reshape(-1, apart.shape[2])

@@ -1041,6 +1041,23 @@ def test_without_a_contaminated_adapter_nobody_is_voted_out(seed):
     assert solve_jointly(matrices, rank=4, refit=True)[0].members.all()
 
 
+def test_after_lora_what_is_outside_counts_as_noise_and_averaging_it_is_a_gain():
+    found = solve(tensor(adapters(0, "honest")), rank=4, refit=True)
+    W, P = adapters(0, "honest"), found.projector.numpy()
+    outside = np.square((W - W.mean(axis=0)) @ (np.eye(40) - P)).sum() / (9 * 40 * 36 - 4 * 36)
+    assert found.gain == pytest.approx((1 - 1 / 10) * 40 * 36 * outside)
+    assert found.cost < found.gain / 5
+    assert found.warning is None
+
+
+def test_a_solve_without_a_majority_says_so():
+    W = np.random.default_rng(0).normal(size=(6, 1, 1, 1)) * np.random.default_rng(1).normal(size=(6, 10, 10, 3))
+    W = np.einsum("kqir,kjr->kqj", W.reshape(6, 10, 10, 3)[:, :, :1], np.random.default_rng(2).normal(size=(6, 20, 3)))
+    found = solve(tensor(W), rank=1, noise=1e-3, refit=True, max_iterations=50)
+    assert not found.members.any()
+    assert "no majority" in found.warning
+
+
 def test_a_long_client_alone_is_barred_and_agrees_with_nobody():
     """It is well inside the subspace fitted with it, and far outside the one fitted without it."""
     W = adapters(0, "long")
