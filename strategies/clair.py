@@ -192,11 +192,11 @@ class CLAIR(UpdateStrategy):
                 self._shares = torch.where(members, updates.weights, 0.0)
                 self._shares = self._shares / self._shares.sum()
             else:
-                warnings.append("no majority of the clients agrees: the round is FedAvg's")
+                warnings.append("the round is FedAvg's")
             warnings += [
                 f"{name}: {solution.warning}"
                 for name, solution in zip(chosen.values(), solutions, strict=True)
-                if solution.warning is not None and self._found
+                if solution.warning is not None
             ]
             self._report = self._describe(updates, solutions)
         self._report["clients_left_out"] = self._left_out

@@ -390,9 +390,15 @@ class _Matrix:
             tail = noise_of_tails(self.values, self.q, self.p, rank)
             self.irregular = found < tail / 2
             found = tail if self.irregular else found
-        typical = float(self.values.norm(dim=1).quantile(0.25)) / math.sqrt(2 * self.q * self.p)
+        typical = self._typical()
         found = typical if found == math.inf else found
         return max(found, _QUIET * typical, self._rounding())
+
+    def _typical(self) -> float:
+        """What an entry's standard deviation would be if all differences were noise."""
+        if not len(self.values):
+            return 0.0
+        return float(self.values.norm(dim=1).quantile(0.25)) / math.sqrt(2 * self.q * self.p)
 
     def _rounding(self) -> float:
         """What rounding puts into an entry; for identical clients there is no other noise."""
@@ -564,6 +570,8 @@ class _Matrix:
         warning = None
         if 2 * number <= self.count and self.count > 1:
             warning = f"no majority of the clients agrees: {number} of {self.count} do"
+            if self.given_rank is None and self.noise <= _QUIET * self._typical():
+                warning += "; what they differ in is of low rank and holds no noise, as after LoRA: give rank="
         elif cost > gain:
             warning = f"collaboration does not pay: it takes {gain:.3g} off a client's error and adds {cost:.3g}"
         elif not certificate.converged:

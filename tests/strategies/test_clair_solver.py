@@ -1066,3 +1066,9 @@ def test_a_long_client_alone_is_barred_and_agrees_with_nobody():
     others = W[:9] - W[:9].mean(axis=0)
     basis = np.linalg.svd(others.reshape(-1, 40))[2][:4]
     np.testing.assert_allclose(found.projector.numpy(), basis.T @ basis, atol=1e-8)
+
+
+def test_adapters_without_a_rank_say_that_they_need_one():
+    found = solve(tensor(adapters(0, "honest")), refit=True, max_iterations=50)
+    assert "no majority" in found.warning
+    assert "give rank=" in found.warning
