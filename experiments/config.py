@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,11 +18,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from client_apps.errors import ConfigError
 from client_apps.tasks import Task, build
-from strategies import UpdateStrategy
+from strategies import LayerMap, UpdateStrategy
 from strategies.options import is_count, is_integer, is_real
 
 from .engine import ENGINES
 from .hparams import apply_point
+
+logger = logging.getLogger(__name__)
 
 _TOP = {
     "seed", "num_clients", "num_rounds", "clients_per_round", "data_dir", "output_dir", "target_accuracy",
@@ -133,6 +136,19 @@ def check(cfg: Mapping[str, Any]) -> Task:
         task.check()
     except RuntimeError as error:  # torch's, e.g. for a model that memory cannot hold
         raise ConfigError(f"the model {dict(cfg['model'])} cannot be made here: {message_of(error)}") from error
+    try:
+        strategy.check_layers(LayerMap.from_module(task.new_model()), {})
+    except ValueError as error:
+        raise ConfigError(f"strategy {cfg['strategy'].get('name')}: {message_of(error)}") from error
+    if strategy.fit_config().get("proximal_mu") and getattr(task, "solver", None) == "ols":
+        raise ConfigError(
+            "task.solver=ols is exact and pulled to no model, which this strategy asks for; set task.solver=sgd or "
+            "another strategy."
+        )
+    if type(strategy).sent_to is not UpdateStrategy.sent_to and cfg["evaluation"]["mode"] == "server":
+        logger.warning(
+            "evaluation=server sees the global model only, not what each client receives; set evaluation=federated"
+        )
     if task.personal and cfg["evaluation"]["mode"] == "server":
         raise ConfigError(
             f"client.ditto_lambda={cfg['client']['ditto_lambda']} trains personal models, which evaluation.mode=server "

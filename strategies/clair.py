@@ -36,6 +36,8 @@ CONTAMINATED = ("keep", "leave_out")
 
 # Numbers of a matrix up to which it is among those chosen by default.
 _DEFAULT_SIZE = 2**22
+# No client's own part is larger: updates beyond cannot be squared.
+_LARGEST = 1e150
 # Clients up to which a round's metrics hold a table of all pairs.
 _PAIRS_REPORTED = 50
 _BASIS, _PERSONAL = "basis", "personal"
@@ -50,7 +52,8 @@ class CLAIR(UpdateStrategy):
     `configure_evaluate`. A client that was voted out, or has never been voted on, receives the global model. One that
     is absent keeps its last vote, and its own part, which is projected on each new subspace.
 
-    With fewer than three clients, or where no majority agrees, a round is FedAvg's and says so (`clair_warning`).
+    With fewer than three clients, or where no majority agrees, a round is FedAvg's and says so (`clair_warning`); votes
+    and the members' own parts stay as they were.
 
     The round's metrics: `contaminated_clients` (JSON: each one's id, identity (its partition where known), votes,
     comparisons, and margin: votes/comparisons − ½), `clients_contaminated`, `clients_left_out`, `vote_margins` (JSON,
@@ -102,13 +105,14 @@ class CLAIR(UpdateStrategy):
         personalise: bool = True,
         contaminated: Literal["keep", "leave_out"] = "keep",
         tolerance: float = 1e-6,
-        max_iterations: int = 2000,
+        max_iterations: int = 300,
         **common: Any,
     ) -> None:
         super().__init__(**common)
         self.matrices = _asked(matrices)
         require("rank", rank, "an integer of at least 0, or None", rank is None or (is_integer(rank) and rank >= 0))
-        require("noise", noise, "a number above 0, or None", noise is None or (is_real(noise) and noise > 0))
+        fine = noise is None or (is_real(noise) and 0 < noise < 1e150)
+        require("noise", noise, "a number above 0 and below 1e150, or None", fine)
         require("refit", refit, "true or false", isinstance(refit, bool))
         require_choice("form", form, clair.FORMS)
         fine = pair_degree is None or (is_count(pair_degree) and pair_degree % 2 == 0)
@@ -170,6 +174,9 @@ class CLAIR(UpdateStrategy):
         drawn = super().configure_fit(server_round, parameters, client_manager)
         if self.contaminated == "leave_out":
             kept = [(client, ins) for client, ins in drawn if self._margin(client.cid) >= 0]
+            if not kept:
+                logger.warning("round %d: all clients drawn were voted out before; they train anyway", self._round)
+                kept = drawn
             self._left_out = len(drawn) - len(kept)
             self._sampled = len(kept)
             return kept
@@ -332,7 +339,10 @@ class CLAIR(UpdateStrategy):
             basis, old = self.memory.get(f"{_BASIS}/{tensor}"), model.arrays[t]
             if basis is None:
                 continue
-            part = self.memory[f"{_PERSONAL}/{tensor}"][row].view(len(old), basis.shape[1]) @ basis.T
+            rows = self.memory[f"{_PERSONAL}/{tensor}"]
+            if old.shape != (rows.shape[1] // basis.shape[1], len(basis)):  # another model than that of the rounds
+                return parameters
+            part = rows[row].view(len(old), basis.shape[1]) @ basis.T
             with np.errstate(over="ignore"):
                 new = np.asarray(old + part.cpu().numpy()).astype(old.dtype)
             if not np.isfinite(new).all():
@@ -351,7 +361,7 @@ class CLAIR(UpdateStrategy):
         margins, personal = records.get("margins"), records.get("personal")
         fine = (
             isinstance(margins, Mapping)
-            and all(isinstance(name, str) and is_real(margin) for name, margin in margins.items())
+            and all(isinstance(name, str) and is_real(m) and abs(m) <= 0.5 for name, m in margins.items())
             and isinstance(personal, list)
             and all(isinstance(name, str) for name in personal)
             and len(set(personal)) == len(personal)
@@ -367,12 +377,14 @@ class CLAIR(UpdateStrategy):
         for key, value in memory.items():
             kind, _, name = str(key).partition("/")
             real = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 2
-            if kind not in self.remembers_rows or not real or not bool(torch.isfinite(value).all()):
+            if kind not in self.remembers_rows or not real or not bool((value.abs() < _LARGEST).all()):
                 raise ValueError(f"the state's memory {key!r} is not a matrix of finite numbers that CLAIR keeps.")
             other = _PERSONAL if kind == _BASIS else _BASIS
             if f"{other}/{name}" not in memory:
                 raise ValueError(f"the state's memory lacks {other}/{name}; pass what state_dict() returned.")
             copied[str(key)] = value.detach().to(self.device, torch.float64, copy=True)
+            if kind == _BASIS and not _is_orthonormal(copied[str(key)]):
+                raise ValueError(f"the state's memory {key!r} is not orthonormal; pass what state_dict() returned.")
         return copied
 
     def check_layers(self, layers: LayerMap, memory: dict[str, Tensor]) -> None:
@@ -404,6 +416,11 @@ def _asked(matrices: Any) -> tuple[str | int, ...] | None:
     fine = bool(found) and all(isinstance(m, str) or (is_integer(m) and m >= 0) for m in found)
     require("matrices", matrices, "names, patterns or positions of 2-D tensors, or None for all that fit", fine)
     return found
+
+
+def _is_orthonormal(basis: Tensor) -> bool:
+    gram = basis.T @ basis
+    return bool((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max() < 1e-6)
 
 
 def _matches(asked: str | int, position: int, name: str) -> bool:

@@ -257,8 +257,9 @@ def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap, requires: Ma
     if code is not Code.OK:
         raise UnusableTensor(f"status {code.name}: {res.status.message}")
     n = res.num_examples
-    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n <= 0:
-        raise UnusableTensor(f"num_examples is {n!r}, must be a positive integer")
+    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 < n < 2**63:
+        shown = "beyond 64 bits" if isinstance(n, int) and abs(n) >= 2**63 else repr(n)
+        raise UnusableTensor(f"num_examples is {shown}, must be a positive integer")
     for key, (usable, wanted) in requires.items():
         value = (res.metrics or {}).get(key)
         if not is_real(value) or not usable(value):

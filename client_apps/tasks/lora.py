@@ -132,7 +132,7 @@ class AdapterConfig:
         boolean("task.train_a", self.train_a)
         choice("task.optimizer", self.optimizer, ("adamw", "sgd"))
         for key in ("pretrained", "cache_dir"):
-            if not isinstance(getattr(self, key), str | None):
+            if not isinstance(getattr(self, key), str | None) or getattr(self, key) == "":
                 raise ConfigError(f"task.{key} must be a path or null, not {getattr(self, key)!r}.")
         read(PretrainingConfig, self.pretraining, "task.pretraining")
 

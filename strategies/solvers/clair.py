@@ -39,7 +39,7 @@ from torch import Tensor
 
 from ..options import is_count, is_integer, is_real, require, require_choice
 from .lowrank import Certificate, Decomposition, chunks, require_memory, solve_clients, solve_pairs
-from .noise import noise_of_pairs, noise_of_stack, noise_of_tails
+from .noise import noise_of_pairs, noise_of_stack, noise_of_tails, of_usual_size
 
 FORMS = ("pairs", "clients")
 
@@ -169,7 +169,7 @@ def solve(
     form: str = "pairs",
     client_weights: Tensor | None = None,
     tolerance: float = 1e-6,
-    max_iterations: int = 2000,
+    max_iterations: int = 300,
 ) -> ClairSolution:
     """Find members, subspace and refined weights of one matrix.
 
@@ -231,7 +231,7 @@ def solve_jointly(
     form: str = "pairs",
     client_weights: Tensor | None = None,
     tolerance: float = 1e-6,
-    max_iterations: int = 2000,
+    max_iterations: int = 300,
 ) -> list[ClairSolution]:
     """Find members by several matrices of the same K clients, whose votes are added up; see `solve`.
 
@@ -293,7 +293,8 @@ def random_pairs(count: int, degree: int, seed: int = 0) -> Tensor:
     require("count", count, "an integer of at least 3", is_count(count) and count >= 3)
     fits = is_count(degree) and 2 <= degree < count and (degree % 2 == 0 or count % 2 == 0)
     require("degree", degree, f"from 2 to {count - 1}, and even unless the number of clients is", fits)
-    generator = torch.Generator().manual_seed(seed)
+    require("seed", seed, "an integer from 0 to 2^63 - 1", is_integer(seed) and 0 <= seed < 2**63)
+    generator = torch.Generator().manual_seed(int(seed))
     order = torch.randperm(count, generator=generator)
     others = 2 + torch.randperm(max((count - 1) // 2 - 1, 0), generator=generator)
     offsets = [1, *others[: degree // 2 - 1].tolist()]
@@ -489,10 +490,11 @@ class _Matrix:
     def pair_votes(self) -> Tensor:
         """Which of the sampled pairs differ by a matrix of the rank and noise, whatever the row space."""
         rest: Tensor = self.values[:, self.rank :].norm(dim=1)
-        if self.irregular:
-            return rest <= _USUAL * rest.quantile(0.25)
         freedom = max((self.q - self.rank) * (self.p - self.rank), 0)
-        return rest <= math.sqrt(2) * self.noise * (math.sqrt(freedom) + self._spread)
+        limit = math.sqrt(2) * self.noise * (math.sqrt(freedom) + self._spread)
+        if self.irregular:
+            limit = _USUAL * float(rest.quantile(0.25))
+        return (rest <= limit) & of_usual_size(self.values)
 
     def outside_votes(self, members: Tensor) -> Tensor:
         """Which pairs differ by no more than noise outside of the subspace fitted to the members, (G,) bool."""
@@ -508,6 +510,13 @@ class _Matrix:
         if self.given_noise is None:  # the quartile over pairs is somewhat low; the members' own noise, within bounds
             noise = min(max(noise, self._outside(members)), _NOISE_SLACK * noise)
         return distances <= math.sqrt(2) * noise * (math.sqrt(freedom) + self._spread)
+
+    @property
+    def noise_outside(self) -> float:
+        """What noise puts outside of the subspace between two clients, and no more; where there is noise."""
+        if self.irregular:
+            return 0.0
+        return math.sqrt(2) * self.noise * (math.sqrt(self.q * (self.p - self.rank)) + self._spread)
 
     def outside_of_others(self, those: Tensor) -> Tensor:
         """Return ‖(W_k − W̄_others)(I − P̂_others)‖_F² of each of these clients, (n,): both made without client k."""
@@ -555,7 +564,8 @@ class _Matrix:
         assert basis is not None
         among = members if number else torch.ones_like(members)
         share = shares * among
-        share = share / share.sum() if bool(share.sum() > 0) else among / among.sum()
+        share = share if bool(share.sum() > 0) else among.to(share.dtype)
+        share = share / share.sum()
         # Not a product with zero shares: what is infinitely far off would still be in it.
         mean = torch.tensordot(share[among], self.blocks[among], dims=1)
         apart = self.blocks[members] - mean
@@ -731,7 +741,8 @@ def _loner(parts: Sequence[_Matrix], members: Tensor) -> int | None:
     for part in parts:
         outside = part.outside_of_others(those)
         middle = outside.median()
-        found.append(torch.where(middle > 0, outside / middle.clamp(min=_LEAST), 1.0))
+        ratio = torch.where(middle > 0, outside / middle.clamp(min=_LEAST), 1.0)
+        found.append(torch.where(outside > part.noise_outside**2, ratio, 1.0))
     ratios = torch.stack(found).quantile(0.5, dim=0)
     worst = int(ratios.argmax())
     return int(those[worst]) if float(ratios[worst]) > _LONE else None
@@ -787,7 +798,7 @@ def _checked_weights(name: str, given: Any, count: int, device: torch.device, *,
     found = torch.as_tensor(given).to(device, torch.float64)
     if found.shape != (count,):
         raise ValueError(f"{name} must have {count} entries, not the shape {tuple(found.shape)}.")
-    fine = torch.isfinite(found).all() & ((found > 0).all() if positive else (found >= 0).all() & (found.sum() > 0))
+    fine = (found.abs() < 1e100).all() & ((found > 0).all() if positive else (found >= 0).all() & (found.sum() > 0))
     if not bool(fine):
         raise ValueError(f"{name} must be finite and {'above 0' if positive else 'at least 0, and not all 0'}.")
     return found

@@ -162,7 +162,7 @@ def solve_pairs(
     lambda_sparse: float,
     *,
     tolerance: float = 1e-6,
-    max_iterations: int = 2000,
+    max_iterations: int = 300,
 ) -> Decomposition:
     """Solve the program for pairs.
 
@@ -296,7 +296,10 @@ class _PairProgram:
         rank = int((values > threshold).sum())
         values, right = values[:rank], vectors.flip(1)[:, :rank]
         if not keeps:
-            require_memory(self.count * self.q * rank, self.weights.device, f"the low-rank part of {self.count} pairs")
+            # The new left factor beside the last one and the two that momentum joins.
+            require_memory(
+                4 * self.count * self.q * rank, self.weights.device, f"the low-rank parts of {self.count} pairs"
+            )
         left = self.weights.new_empty(self.count * self.q, rank)
         shrink = right * (1 - threshold / values)
         for i, rows in enumerate(chunks(self.count, self.q * self.p)):
@@ -371,7 +374,7 @@ def solve_clients(
     lambda_sparse: float,
     *,
     tolerance: float = 1e-6,
-    max_iterations: int = 2000,
+    max_iterations: int = 300,
 ) -> Decomposition:
     """Solve the program with a block for each client.
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 # Numbers drawn for the median singular value of unit noise, and most matrices.
 _DRAWN, _MATRICES = 400_000, 200
+# Times the usual size of a difference from which its roundings may hide what others hold.
+_FAR = 1e6
 
 
 @lru_cache(maxsize=256)
@@ -54,7 +56,17 @@ def noise_of_pairs(singular_values: Tensor, q: int, p: int, rank: int) -> float:
     if not len(singular_values):
         return 0.0
     medians = singular_values[:, rank:].quantile(0.5, dim=1)
+    medians = medians[of_usual_size(singular_values)]
     return float(medians.quantile(0.25)) / math.sqrt(2) / unit_quantile(q - rank, p - rank)
+
+
+def of_usual_size(singular_values: Tensor) -> Tensor:
+    """Say which pairs' differences are no million times larger than usual: the others show roundings, not noise."""
+    largest = singular_values[:, 0]
+    if not len(largest):
+        return largest <= 0
+    usual: Tensor = largest <= _FAR * largest.quantile(0.25)
+    return usual
 
 
 def noise_of_tails(singular_values: Tensor, q: int, p: int, rank: int) -> float:

@@ -258,6 +258,14 @@ def test_r2_is_scikit_learns_and_the_truth_is_known() -> None:
     assert of.summary(found)["estimation_error"] == pytest.approx(truth.mean())
 
 
+def test_each_client_is_judged_by_its_own_truth_whichever_are_asked() -> None:
+    made = task()
+    model = made.new_model()
+    found = made.evaluate(model, [7, 2])
+    expected = [np.square(weight_of(model) - made.problem.weights[cid]).sum() for cid in (7, 2)]
+    np.testing.assert_allclose(found.sums["estimation_error"], expected)
+
+
 def test_a_model_worse_than_the_mean_has_an_r2_of_0() -> None:
     of = task()
     model = of.new_model()

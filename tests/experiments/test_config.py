@@ -179,6 +179,22 @@ def test_what_cannot_run_is_refused_in_one_sentence(overrides, words):
     assert "\n" not in str(error.value)
 
 
+LINEAR = ["dataset=linear", "task=regression", "model=linear", "evaluation=federated", "num_clients=4"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["strategy=clair", "strategy.matrices=foo"], r"clair: matrices='foo' is no trainable 2-D tensor"),
+        (["strategy=clair", "strategy.noise=1e200"], r"noise=1e\+200 must be"),
+        (["strategy=fedprox"], "task.solver=ols is exact"),
+    ],
+)
+def test_a_strategy_that_does_not_fit_the_task_is_refused_before_it_starts(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check(compose([*LINEAR, "clients_per_round=4", *overrides]))
+
+
 def test_more_clients_than_writers_is_refused(data_dir):
     overrides = ["experiment=craft_femnist", f"data_dir={data_dir}", OUT]
     assert check(compose(overrides)).num_clients == 100

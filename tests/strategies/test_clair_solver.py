@@ -1072,3 +1072,25 @@ def test_adapters_without_a_rank_say_that_they_need_one():
     found = solve(tensor(adapters(0, "honest")), refit=True, max_iterations=50)
     assert "no majority" in found.warning
     assert "give rank=" in found.warning
+
+
+@pytest.mark.parametrize("size", [1e10, 1e17, 1e100])
+@pytest.mark.parametrize(("form", "refit"), WAYS)
+def test_a_client_without_noise_and_beyond_all_digits_hides_nobodys_noise(size, form, refit):
+    """Its differences are of rank 1 to the last digit, which must not be taken for what noise there is."""
+    W = problem(8, 0, 31).weights
+    W[0] = size
+    found = solve(tensor(W), rank=2, form=form, refit=refit)
+    np.testing.assert_array_equal(flags(found), np.arange(8) == 0)
+    assert found.noise == pytest.approx(1 / np.sqrt(179), rel=0.15)
+
+
+def test_nobody_is_alone_within_the_noise_given():
+    assert solve(tensor(problem(8, 1, 32).weights), rank=2, noise=10.0, refit=True).members.all()
+
+
+def test_shares_of_none_of_the_members_give_the_equal_mean():
+    W = problem(8, 1, 33)
+    shares = torch.tensor(W.bad, dtype=torch.float64)
+    found = solve(tensor(W.weights), rank=2, refit=True, client_weights=shares)
+    np.testing.assert_allclose(found.mean.numpy(), W.weights[~W.bad].mean(axis=0), atol=1e-12)

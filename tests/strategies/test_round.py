@@ -26,7 +26,7 @@ def one_thread():
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
 @every_strategy
 def test_many_rounds_take_no_more_memory_than_a_few(make):
-    start = [np.zeros((1000, 1000), np.float32)]  # 4 MB
+    start = [np.zeros((16, 62500), np.float32)]  # 4 MB
     s = make(initial_parameters=ndarrays_to_parameters(start))
     sent = results(start, 3)
 
@@ -51,7 +51,7 @@ def test_many_rounds_take_no_more_memory_than_a_few(make):
 @every_strategy
 @pytest.mark.parametrize("clients", [1, 2])
 def test_few_clients_with_a_large_layer(make, clients):
-    start = [np.zeros((600, 600), np.float32)]
+    start = [np.zeros((60, 6000), np.float32)]
     s = make(initial_parameters=ndarrays_to_parameters(start))
     parameters, metrics = s.aggregate_fit(1, results(start, clients), [])
     assert metrics["clients_accepted"] == clients

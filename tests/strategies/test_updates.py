@@ -195,6 +195,7 @@ def nan(value):
         (result("bad", trained(model(), 1)[0], -1), "num_examples is -1"),
         (result("bad", trained(model(), 1)[0], float("nan")), "num_examples is nan"),
         (result("bad", trained(model(), 1)[0], True), "num_examples is True"),
+        (result("bad", trained(model(), 1)[0], 10**5000), "num_examples is beyond 64 bits"),
         (
             (
                 Proxy("bad"),
