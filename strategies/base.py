@@ -203,16 +203,22 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         """
         return [self.sampler.identity(cid) for cid in updates.clients]
 
+    def shares(self, updates: ClientUpdates) -> Tensor:
+        """Return what each client counts in buffers, (m,), float64: ρ; who has 0 is left out, of counters too."""
+        return updates.weights
+
     def merge_buffer(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
-        """Return a floating-point buffer's next value from the clients', in canonical order: the mean by ρ."""
+        """Return a floating-point buffer's next value from the clients', in canonical order: the mean by `shares`."""
         mean = np.zeros(tensors[0].shape, np.float64)
-        for share, tensor in zip(updates.weights.tolist(), tensors, strict=True):
-            mean += share * tensor
+        for share, tensor in zip(self.shares(updates).tolist(), tensors, strict=True):
+            if share:
+                mean += share * tensor
         return mean
 
     def merge_counter(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
         """Return an integer counter's next value from the clients', in canonical order: the largest."""
-        return np.asarray(np.maximum.reduce(list(tensors)))
+        counted = [tensor for share, tensor in zip(self.shares(updates).tolist(), tensors, strict=True) if share]
+        return np.asarray(np.maximum.reduce(counted))
 
     def conclude(self, updates: ClientUpdates) -> None:
         """Do what a method does once a round has moved the model: change `memory` and `records`."""

@@ -28,7 +28,7 @@ from .options import is_count, is_integer, is_real, require, require_choice
 from .solvers import clair
 from .solvers.clair import ClairSolution
 from .solvers.lowrank import TooLargeError
-from .updates import Array, ClientUpdates, LayerDirection
+from .updates import ClientUpdates, LayerDirection
 
 logger = logging.getLogger(__name__)
 
@@ -276,20 +276,10 @@ class CLAIR(UpdateStrategy):
             report["pair_distances"] = json.dumps(_table(solutions, len(updates)))
         return report
 
-    def merge_buffer(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
-        """Average the members'."""
-        mean = np.zeros(tensors[0].shape, np.float64)
+    def shares(self, updates: ClientUpdates) -> Tensor:
+        """Return ρ over the members."""
         assert self._shares is not None
-        for share, tensor in zip(self._shares.tolist(), tensors, strict=True):
-            if share:
-                mean += share * tensor
-        return mean
-
-    def merge_counter(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
-        """Return the largest of the members'."""
-        assert self._shares is not None
-        members = [tensor for share, tensor in zip(self._shares.tolist(), tensors, strict=True) if share]
-        return np.asarray(np.maximum.reduce(members))
+        return self._shares
 
     # ---- what is remembered: votes, subspaces, and the members' own parts ----------------------------------------
 

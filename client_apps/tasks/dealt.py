@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from client_apps.config import ClientConfig, integer, read
 from client_apps.errors import ConfigError
-from client_apps.training import SGD, find_device
+from client_apps.training import SGD, TrainResult, find_device
 
 Those = TypeVar("Those", bound=Sized)
+T = TypeVar("T")
 
 _KEYS = ("seed", "num_clients", "dataset", "model", "client")
 
@@ -76,6 +78,28 @@ class DealtTask(ABC, Generic[Those]):
     def personal(self) -> bool:
         """Whether clients train a personal model, too: `client.ditto_lambda` is set."""
         return self.client.ditto_lambda is not None
+
+    def train_many(
+        self,
+        state: Sequence[Tensor],
+        cids: Sequence[int],
+        server_round: int,
+        take: Callable[[list[Tensor]], T],
+        proximal_mu: float = 0.0,
+    ) -> list[tuple[T, TrainResult]]:
+        """Raise NotImplementedError, except of a task that can be `vectorized`, which overrides this."""
+        raise NotImplementedError(f"{type(self).__name__} trains clients one by one; call train.")
+
+    def train_personal_many(
+        self,
+        center: Sequence[Tensor],
+        starts: Sequence[Sequence[Tensor] | None],
+        cids: Sequence[int],
+        server_round: int,
+        take: Callable[[list[Tensor]], T],
+    ) -> list[tuple[T, TrainResult]]:
+        """Raise NotImplementedError, except of a task that can be `vectorized`, which overrides this."""
+        raise NotImplementedError(f"{type(self).__name__} trains clients one by one; call train_personal.")
 
     def _split(self, cid: int) -> Split[Those]:
         if not 0 <= cid < self.num_clients:

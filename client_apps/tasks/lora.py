@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from client_apps.tasks.dealt import DealtTask, Split
 from client_apps.training import SGD, TrainResult, isolated_rng, seed_of, step_weight
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Sets the random stream of personal training apart; not 0, which a seed cannot be told from.
 _PERSONAL = 1
@@ -245,28 +243,6 @@ class LoraTask(DealtTask[Sequences]):
         """
         sgd, epochs = self._ditto(server_round)
         return self._train(model, center, cid, seed_of(self.seed, cid, server_round, _PERSONAL), epochs, sgd)
-
-    def train_many(
-        self,
-        state: Sequence[Tensor],
-        cids: Sequence[int],
-        server_round: int,
-        take: Callable[[list[Tensor]], T],
-        proximal_mu: float = 0.0,
-    ) -> list[tuple[T, TrainResult]]:
-        """Raise NotImplementedError: this task is never `vectorized`."""
-        _one_by_one()
-
-    def train_personal_many(
-        self,
-        center: Sequence[Tensor],
-        starts: Sequence[Sequence[Tensor] | None],
-        cids: Sequence[int],
-        server_round: int,
-        take: Callable[[list[Tensor]], T],
-    ) -> list[tuple[T, TrainResult]]:
-        """Raise NotImplementedError: this task is never `vectorized`."""
-        _one_by_one()
 
     def evaluate(self, model: nn.Module, cids: Sequence[int], split: SplitName = "test") -> Evaluation:
         """Evaluate the language model with what is exchanged on the test or training splits of some clients.
@@ -573,7 +549,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _one_by_one() -> NoReturn:
-    raise NotImplementedError("LoRA clients are trained one by one; call train or train_personal.")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from client_apps.errors import ConfigError
 from client_apps.tasks.base import Evaluation, SplitName
 from client_apps.tasks.dealt import DealtTask, Split
 from client_apps.training import SGD, TrainResult, descend, isolated_rng, seed_of
-
-T = TypeVar("T")
 
 # Sets the random stream of personal training apart; not 0, which a seed cannot be told from.
 _PERSONAL = 1
@@ -161,28 +159,6 @@ class RegressionTask(DealtTask[range]):
         center = [tensor.to(self.device) for tensor in center]
         return self._descend(model, cid, seed_of(self.seed, cid, server_round, _PERSONAL), epochs, sgd, center)
 
-    def train_many(
-        self,
-        state: Sequence[Tensor],
-        cids: Sequence[int],
-        server_round: int,
-        take: Callable[[list[Tensor]], T],
-        proximal_mu: float = 0.0,
-    ) -> list[tuple[T, TrainResult]]:
-        """Raise NotImplementedError: this task is never `vectorized`."""
-        _one_by_one()
-
-    def train_personal_many(
-        self,
-        center: Sequence[Tensor],
-        starts: Sequence[Sequence[Tensor] | None],
-        cids: Sequence[int],
-        server_round: int,
-        take: Callable[[list[Tensor]], T],
-    ) -> list[tuple[T, TrainResult]]:
-        """Raise NotImplementedError: this task is never `vectorized`."""
-        _one_by_one()
-
     def evaluate(self, model: nn.Module, cids: Sequence[int], split: SplitName = "test") -> Evaluation:
         """Evaluate the model on the test or the training samples of some clients, in float64.
 
@@ -261,7 +237,3 @@ class RegressionTask(DealtTask[range]):
                     yield F.mse_loss(model(x[batch]), y[batch]), len(batch)
 
         return descend(model, losses(), sgd, num_examples=len(x), center=center)
-
-
-def _one_by_one() -> NoReturn:
-    raise NotImplementedError("Regression trains clients one by one; call train or train_personal.")

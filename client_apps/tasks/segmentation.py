@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,6 @@ from client_apps.tasks.dealt import DealtTask, Split
 from client_apps.training import SGD, TrainResult, descend, isolated_rng, seed_of
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # Sets the random stream of personal training apart; not 0, which a seed cannot be told from.
 _PERSONAL = 1
@@ -145,28 +143,6 @@ class SegmentationTask(DealtTask[tuple[str, ...]]):
         seed = seed_of(self.seed, cid, server_round, _PERSONAL)
         center = [tensor.to(self.device) for tensor in center]
         return self._train(model, cid, seed, epochs, sgd, center)
-
-    def train_many(
-        self,
-        state: Sequence[Tensor],
-        cids: Sequence[int],
-        server_round: int,
-        take: Callable[[list[Tensor]], T],
-        proximal_mu: float = 0.0,
-    ) -> list[tuple[T, TrainResult]]:
-        """Raise NotImplementedError: this task is never `vectorized`."""
-        _one_by_one()
-
-    def train_personal_many(
-        self,
-        center: Sequence[Tensor],
-        starts: Sequence[Sequence[Tensor] | None],
-        cids: Sequence[int],
-        server_round: int,
-        take: Callable[[list[Tensor]], T],
-    ) -> list[tuple[T, TrainResult]]:
-        """Raise NotImplementedError: this task is never `vectorized`."""
-        _one_by_one()
 
     def evaluate(self, model: nn.Module, cids: Sequence[int], split: SplitName = "test") -> Evaluation:
         """Segment the whole volumes of the test or the training subjects of some clients, one after the other.
@@ -405,7 +381,3 @@ def _hd95(prediction: Tensor, truth: Tensor, spacing: Sequence[float], diagonal:
             one, other, include_background=True, percentile=95, spacing=tuple(spacing)
         )
     return float(distance)
-
-
-def _one_by_one() -> NoReturn:
-    raise NotImplementedError("Segmentation trains clients one by one; call train or train_personal.")

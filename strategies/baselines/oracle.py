@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..base import UpdateStrategy
 from ..layers import Layer
 from ..options import is_integer, require
-from ..updates import Array, ClientUpdates, LayerDirection
+from ..updates import ClientUpdates, LayerDirection
 
 
 class OracleFedAvg(UpdateStrategy):
@@ -39,7 +38,7 @@ class OracleFedAvg(UpdateStrategy):
         self.contaminated = list(contaminated)
         self._names = {str(cid) for cid in contaminated} | {f"partition {cid}" for cid in contaminated}
 
-    def trusted(self, updates: ClientUpdates) -> Tensor:
+    def shares(self, updates: ClientUpdates) -> Tensor:
         """Return ρ over the benign clients, (m,); 0 for the others.
 
         Raises
@@ -55,17 +54,4 @@ class OracleFedAvg(UpdateStrategy):
 
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
         """Return Σ ρ_i g_i over them."""
-        return updates.combine(layer, self.trusted(updates))
-
-    def merge_buffer(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
-        """Average theirs."""
-        mean = np.zeros(tensors[0].shape, np.float64)
-        for share, tensor in zip(self.trusted(updates).tolist(), tensors, strict=True):
-            if share:
-                mean += share * tensor
-        return mean
-
-    def merge_counter(self, updates: ClientUpdates, tensors: Sequence[Array]) -> Array:
-        """Return the largest of theirs."""
-        shares = self.trusted(updates).tolist()
-        return np.asarray(np.maximum.reduce([t for share, t in zip(shares, tensors, strict=True) if share]))
+        return updates.combine(layer, self.shares(updates))
