@@ -31,7 +31,7 @@ _TOP = {
     "strategy", "dataset", "model", "client", "evaluation", "simulation", "tracking",
 }  # fmt: skip
 # May be absent, as in configurations of before they were known.
-_OPTIONAL = {"skip_finished", "benchmark_name", "task"}
+_OPTIONAL = {"skip_finished", "benchmark_name", "task", "round_timeout"}
 # What only composing needs.
 _COMPOSING = {"hydra", "experiment", "benchmark", "hparams", "tuned", "tuning_rounds"}
 # The keys of the groups that are read here; an empty set where the room that reads them checks them.
@@ -118,6 +118,9 @@ def check(cfg: Mapping[str, Any]) -> Task:
     _require("benchmark_name", benchmark, "a name, or null", isinstance(benchmark, str | None))
     target = cfg["target_accuracy"]
     share = target is None or (is_real(target) and 0 < target <= 1)
+    timeout = cfg.get("round_timeout")
+    positive = timeout is None or (is_real(timeout) and timeout > 0)
+    _require("round_timeout", timeout, "a number of seconds above 0, or null", positive)
     _require("target_accuracy", target, "a share in (0, 1], not per cent, or null", share)
     if cfg["clients_per_round"] > cfg["num_clients"]:
         raise ConfigError(

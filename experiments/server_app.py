@@ -125,7 +125,8 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
         else:
             # A thread waits for each client in flight: Flower's default of a few leaves workers idle.
             server.set_max_workers(min(_THREADS, cfg["num_clients"]))
-        components = ServerAppComponents(server=server, config=ServerConfig(num_rounds=rounds))
+        timeout = cfg.get("round_timeout")
+        components = ServerAppComponents(server=server, config=ServerConfig(num_rounds=rounds, round_timeout=timeout))
         try:
             ServerApp(server_fn=lambda _: components)(grid, context)
         finally:
