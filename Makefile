@@ -9,7 +9,7 @@ export FLWR_TELEMETRY_ENABLED ?= 0
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types bench clean
+.PHONY: help setup demo fleet test lint types bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk 'BEGIN {FS = ":.*## "} {printf "  make %-8s %s\n", $$1, $$2}'
@@ -25,6 +25,9 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## CRAFT, FedAvg and FedAvgM on 100 non-IID digits clients: a table and curves
 	$(BIN)/python -m experiments.run -m experiment=demo_digits strategy=craft,fedavg,fedavgm \
 	  hydra.sweep.dir=outputs/demo/$$(date +%Y-%m-%d_%H-%M-%S)
+
+fleet: $(STAMP) ## CRAFT on a SuperLink and three SuperNodes with TLS and keys; one is killed and comes back (minutes)
+	$(BIN)/python -m experiments.fleet $(FLEET_OPTIONS)
 
 test: $(STAMP) ## Everything a machine without GPU or network can test; real data where DATA_DIR is set
 	$(BIN)/python -m pytest

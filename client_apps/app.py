@@ -1,11 +1,14 @@
-"""The Flower ClientApp: one client of a task, in a simulation or on a SuperNode of its own."""
+"""The Flower ClientApp: one client of a task, in a simulation or on a SuperNode of its own.
+
+It answers servers of both of Flower's APIs (`client_apps.messages`).
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -31,7 +34,7 @@ from flwr.common import (
 )
 from torch import Tensor, nn
 
-from client_apps import attacks, kept, personal, stale, tasks
+from client_apps import attacks, kept, messages, personal, stale, tasks
 from client_apps.arrays import set_arrays
 from client_apps.config import at_least_zero, boolean
 from client_apps.errors import ConfigError
@@ -65,13 +68,15 @@ class TaskClientApp(ClientApp):
     cfg : Mapping[str, Any]
         See `make_client_app`.
     mods : list of Mod or None
-        Flower's modifiers. They act on one message, so with any of them clients run one by one.
+        Flower's modifiers. They act on one message, so with any of them clients run one by one. They see messages in
+        the form in which the server sends them.
     """
 
     def __init__(self, cfg: Mapping[str, Any], mods: list[Mod] | None = None) -> None:
         self._cfg = copy.deepcopy(dict(cfg))
         tasks.build(self._cfg)
-        super().__init__(client_fn=partial(_client, self._cfg), mods=mods)
+        client_fn = partial(_client, self._cfg)
+        super().__init__(client_fn=client_fn, mods=[*(mods or []), _either_api(client_fn)])
         self._together = not mods
 
     def fit_many(self, ins: FitIns, contexts: Sequence[Context]) -> list[FitRes] | None:
@@ -399,10 +404,19 @@ def _single_thread() -> None:
         torch.set_num_threads(1)
 
 
+def _names(client: Client) -> list[str]:
+    assert isinstance(client, TaskClient)
+    return list(_model(client.task).state_dict())
+
+
+def _either_api(client_fn: Callable[[Context], TaskClient]) -> Mod:
+    return partial(messages.answer, client_fn, _names)
+
+
 @lru_cache(maxsize=1)
 def _model(task: Task) -> nn.Module:
     """Return the one model of this process; every use overwrites all its tensors first."""
     return task.new_model()
 
 
-app = ClientApp(client_fn=_client_of_run)
+app = ClientApp(client_fn=_client_of_run, mods=[_either_api(_client_of_run)])

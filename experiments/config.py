@@ -31,7 +31,7 @@ _TOP = {
     "strategy", "dataset", "model", "client", "evaluation", "simulation", "tracking",
 }  # fmt: skip
 # May be absent, as in configurations of before they were known.
-_OPTIONAL = {"skip_finished", "benchmark_name", "task", "round_timeout"}
+_OPTIONAL = {"skip_finished", "benchmark_name", "task", "round_timeout", "min_available", "checkpoint", "resume"}
 # What only composing needs.
 _COMPOSING = {"hydra", "experiment", "benchmark", "hparams", "tuned", "tuning_rounds"}
 # The keys of the groups that are read here; an empty set where the room that reads them checks them.
@@ -121,6 +121,13 @@ def check(cfg: Mapping[str, Any]) -> Task:
     timeout = cfg.get("round_timeout")
     positive = timeout is None or (is_real(timeout) and timeout > 0)
     _require("round_timeout", timeout, "a number of seconds above 0, or null", positive)
+    least = cfg.get("min_available")
+    within = least is None or (is_count(least) and least <= cfg["num_clients"])
+    _require("min_available", least, f"an integer from 1 to num_clients={cfg['num_clients']}, or null", within)
+    resume = cfg.get("resume")
+    named = resume is None or (isinstance(resume, str) and bool(resume))
+    _require("resume", resume, "auto, the folder of a run or of a checkpoint, or null", named)
+    _check_checkpoint(cfg.get("checkpoint", {"every": None, "keep": 1}))
     _require("target_accuracy", target, "a share in (0, 1], not per cent, or null", share)
     if cfg["clients_per_round"] > cfg["num_clients"]:
         raise ConfigError(
@@ -162,6 +169,15 @@ def check(cfg: Mapping[str, Any]) -> Task:
             "no client has a sample to test on; raise dataset.test_fraction, or give clients at least 2 samples."
         )
     return task
+
+
+def _check_checkpoint(checkpoint: Any) -> None:
+    if not isinstance(checkpoint, Mapping) or {"every", "keep"} - set(checkpoint):
+        raise ConfigError(f"checkpoint={checkpoint!r} must hold every and keep, as in checkpoint.every=10.")
+    _known("checkpoint", checkpoint, {"every", "keep"})
+    every, keep = checkpoint["every"], checkpoint["keep"]
+    _require("checkpoint.every", every, "an integer of at least 1, or null for none", every is None or is_count(every))
+    _require("checkpoint.keep", keep, "an integer of at least 1", is_count(keep))
 
 
 def _check_groups(cfg: Mapping[str, Any]) -> None:

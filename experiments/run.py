@@ -21,6 +21,7 @@ from client_apps.errors import ConfigError
 from strategies import NotEnoughClients, RoundsFailed
 
 from . import engine
+from .checkpoint import AUTO, NothingToDo
 from .config import check, message_of, to_dict
 from .resume import claimed
 from .server_app import make_server_app
@@ -51,7 +52,12 @@ def run(cfg: Mapping[str, Any]) -> None:
         If the run cannot go on.
     """
     task = check(cfg)
-    engine.run(cfg, make_server_app(cfg, task), make_client_app(cfg))
+    try:
+        server_app = make_server_app(cfg, task)
+    except NothingToDo as found:
+        rich.get_console().print(str(found), markup=False, highlight=False, soft_wrap=True)
+        return
+    engine.run(cfg, server_app, make_client_app(cfg))
 
 
 @hydra.main(version_base="1.3", config_path="pkg://conf", config_name="config")
@@ -76,7 +82,7 @@ def _resume(cfg: Mapping[str, Any]) -> None:
         return
     with claimed(cfg) as reason:
         if reason is None:
-            run(cfg)
+            run({**cfg, "resume": cfg.get("resume") or AUTO})
         else:
             line = f"Skipped {cfg['output_dir']}: {reason}"
             rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

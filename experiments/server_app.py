@@ -22,6 +22,7 @@ from client_apps.tasks import Task
 from client_apps.tasks.base import Illustrated
 from strategies import LayerMap, UpdateStrategy, partition_order
 
+from .checkpoint import NothingToDo, RunCheckpoints, Start, find_start
 from .config import build_strategy, check, from_run_config
 from .engine import VirtualGrid
 from .evaluation import Evaluator
@@ -39,7 +40,8 @@ _JOIN_SECONDS = 30.0
 def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> UpdateStrategy:
     """Make the configured strategy for the task's model, evaluated as `cfg["evaluation"]` says."""
     model = task.new_model()
-    clients = cfg["num_clients"]
+    clients, cohort = cfg["num_clients"], cfg["clients_per_round"]
+    least = cfg.get("min_available") or clients
     evaluator = Evaluator(task, clients, tracker.log_clients)
     if cfg["evaluation"]["mode"] == "server":
         evaluation: dict[str, Any] = {"evaluate_fn": evaluator.on_server, "fraction_evaluate": 0.0}
@@ -61,10 +63,11 @@ def make_strategy(cfg: Mapping[str, Any], task: Task, tracker: RunTracker) -> Up
         layers=LayerMap.from_module(model),
         initial_parameters=ndarrays_to_parameters(get_arrays(model)),
         seed=cfg["seed"],
-        fraction_fit=0.0,  # min_fit_clients alone sets the cohort: no fraction that rounds the wrong way
-        min_fit_clients=cfg["clients_per_round"],
+        # min_fit_clients alone sets the cohort; where fewer connected clients will do, it is a share of those.
+        fraction_fit=cohort / clients if least < cohort else 0.0,
+        min_fit_clients=min(cohort, least),
         min_evaluate_clients=0,
-        min_available_clients=clients,
+        min_available_clients=least,
         partition_order=partition_order,
         **evaluation,
     )
@@ -84,21 +87,28 @@ def count_attacked(results: list[tuple[int, dict[str, Scalar]]]) -> dict[str, Sc
 
 
 def make_server_app(cfg: Mapping[str, Any], task: Task) -> ServerApp:
-    """Make the ServerApp of a checked configuration."""
-    app = ServerApp()
+    """Make the ServerApp of a checked configuration.
+
+    Raises
+    ------
+    ConfigError, NothingToDo
+        If `cfg["resume"]` names nothing that it can go on from: see `find_start`.
+    """
+    app, start = ServerApp(), find_start(cfg, task)
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        serve(cfg, task, grid, context)
+        serve(cfg, task, grid, context, start)
 
     return app
 
 
-def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> None:
-    """Run all rounds on a grid; the model that was evaluated last is saved even if the run fails."""
-    _require_nodes(grid, cfg["num_clients"])
+def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context, start: Start) -> None:
+    """Run all rounds that are left on a grid; the model that was evaluated last is saved even if the run fails."""
+    checkpoints = RunCheckpoints(cfg, start, task, grid)
+    _require_nodes(grid, cfg["num_clients"], cfg.get("min_available") or cfg["num_clients"])
     rounds, every, tracking = cfg["num_rounds"], cfg["evaluation"]["every"], cfg["tracking"]
-    with RunTracker(
+    tracker = RunTracker(
         Path(cfg["output_dir"]),
         config=cfg,
         num_rounds=rounds,
@@ -106,18 +116,24 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
         tensorboard=tracking["tensorboard"],
         progress=tracking["progress"],
         metric=task.metric,
-    ) as tracker:
+        goes_on=start.checkpoint is not None,
+    )
+    with checkpoints, tracker:
         inner = make_strategy(cfg, task, tracker)
+        stability = Stability(
+            inner.layers,
+            task.metric,
+            udp_loss_delta=tracking["udp_loss_delta"],
+            udp_norm_delta=tracking["udp_norm_delta"],
+        )
+        checkpoints.load(inner, stability)
         strategy = TrackedStrategy(
             inner,
             tracker,
             evaluate_in=lambda number: number % every == 0 or number == rounds,
-            stability=Stability(
-                inner.layers,
-                task.metric,
-                udp_loss_delta=tracking["udp_loss_delta"],
-                udp_norm_delta=tracking["udp_norm_delta"],
-            ),
+            stability=stability,
+            rounds_done=start.round,
+            save=checkpoints.saver(inner, stability, tracker),
         )
         server = Server(client_manager=SimpleClientManager(), strategy=strategy)
         if isinstance(grid, VirtualGrid):
@@ -125,8 +141,8 @@ def serve(cfg: Mapping[str, Any], task: Task, grid: Grid, context: Context) -> N
         else:
             # A thread waits for each client in flight: Flower's default of a few leaves workers idle.
             server.set_max_workers(min(_THREADS, cfg["num_clients"]))
-        timeout = cfg.get("round_timeout")
-        components = ServerAppComponents(server=server, config=ServerConfig(num_rounds=rounds, round_timeout=timeout))
+        config = ServerConfig(num_rounds=rounds - start.round, round_timeout=cfg.get("round_timeout"))
+        components = ServerAppComponents(server=server, config=config)
         try:
             ServerApp(server_fn=lambda _: components)(grid, context)
         finally:
@@ -150,8 +166,8 @@ def _illustrate(task: Task, parameters: Parameters, count: int, tracker: RunTrac
         logger.warning("the run is complete, but its examples cannot be made: %s", one_line(error), exc_info=error)
 
 
-def _require_nodes(grid: Grid, wanted: int) -> None:
-    """Wait while nodes are still joining, and refuse a federation of another size than the configuration's."""
+def _require_nodes(grid: Grid, wanted: int, least: int) -> None:
+    """Wait while nodes are still joining, and refuse a federation of more than `wanted` or fewer than `least`."""
     most, since = -1, time.monotonic()
     while (connected := len(list(grid.get_node_ids()))) < wanted:
         if connected > most:
@@ -159,9 +175,10 @@ def _require_nodes(grid: Grid, wanted: int) -> None:
         if time.monotonic() - since > _JOIN_SECONDS:
             break
         time.sleep(0.2)
-    if connected != wanted:
+    if not least <= connected <= wanted:
+        enough = f" and min_available={least}" if least < wanted else ""
         raise ConfigError(
-            f"the federation has {connected} nodes but num_clients={wanted}; make them equal, with "
+            f"the federation has {connected} nodes but num_clients={wanted}{enough}; make them equal, with "
             f"num_clients={connected} in the overrides, or in a simulation with "
             f'--federation-config "num-supernodes={wanted}".'
         )
@@ -174,4 +191,10 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Entry of the Flower app bundle: compose what the run config asks for, and run it."""
     cfg = from_run_config(context.run_config)
-    serve(cfg, check(cfg), grid, context)
+    task = check(cfg)
+    try:
+        start = find_start(cfg, task)
+    except NothingToDo as found:
+        rich.get_console().print(str(found), markup=False, highlight=False, soft_wrap=True)
+        return
+    serve(cfg, task, grid, context, start)

@@ -26,7 +26,7 @@ class Stability:
     """Measures the way of the global model from its start, one round after the other.
 
     θ is the trainable floating-point tensors; running statistics and counters do not count. Everything is counted over
-    what this object has seen: in a run that was resumed, from where it was resumed. Forgetting and total variation are
+    what this object has seen, and what was loaded into it with `load_state`. Forgetting and total variation are
     sums over the evaluated rounds, round 0 (the untrained model) included where it was evaluated, so runs with another
     number of evaluations are not comparable.
 
@@ -61,6 +61,33 @@ class Stability:
         if self._parameters is None:
             self._start = self._now = self._trainable(parameters)
             self._parameters = parameters
+
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        """Return what a resumed run needs besides the global model: the start, by position, and the series so far."""
+        series = {"steps": self._steps, "losses": self._losses, "scores": self._scores}
+        return {
+            **{name: np.array(values, np.float64) for name, values in series.items()},
+            "distance": np.array(self._distance),
+            "measurable": np.array([self._start is not None, self._now is not None]),
+            **{f"start/{i}": np.asarray(a, order="C") for i, a in enumerate(self._start or [])},
+        }
+
+    def load_state(self, state: Mapping[str, NDArray[Any]], parameters: Parameters) -> None:
+        """Go on where `state` was taken.
+
+        Parameters
+        ----------
+        state : mapping of str to ndarray
+        parameters : Parameters
+            θ_r, the global model at that time.
+        """
+        started, measurable = state["measurable"].tolist()
+        self._steps, self._losses, self._scores = (state[name].tolist() for name in ("steps", "losses", "scores"))
+        self._distance = float(state["distance"])
+        count = sum(name.startswith("start/") for name in state)
+        self._start = [state[f"start/{i}"] for i in range(count)] if started else None
+        self._now = self._trainable(parameters) if measurable else None
+        self._parameters = parameters
 
     def measure(self, parameters: Parameters | None, record: Mapping[str, Any]) -> dict[str, float]:
         """Return what is to be added to a round's record.

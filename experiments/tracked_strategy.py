@@ -37,6 +37,11 @@ class TrackedStrategy(Strategy):
         Says of a round's number whether the global model is evaluated in it; by default in every one.
     stability : Stability, optional
         Adds its measures to every record; where it fails, that is logged and the record goes without them.
+    rounds_done : int
+        Rounds of before, in a run that goes on: they are added to the numbers that Flower counts from 1, and the
+        model it starts from, which was recorded then, is not evaluated again.
+    save : callable, optional
+        Called when a round without an error is complete and recorded, with its number, the global model and its record.
 
     Attributes
     ----------
@@ -50,11 +55,15 @@ class TrackedStrategy(Strategy):
         tracker: RunTracker,
         evaluate_in: Callable[[int], bool] = lambda _: True,
         stability: Stability | None = None,
+        rounds_done: int = 0,
+        save: Callable[[int, Parameters, Mapping[str, Any]], None] | None = None,
     ) -> None:
         self.strategy = strategy
         self.tracker = tracker
         self.evaluate_in = evaluate_in
         self.stability = stability
+        self.rounds_done = rounds_done
+        self.save = save
         self.parameters: Parameters | None = None
         self._round: int | None = None
         self._stages: dict[str, dict[str, Any]] = {}
@@ -73,6 +82,7 @@ class TrackedStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
         """Delegate, and begin the round's record."""
+        server_round += self.rounds_done
         self.parameters = parameters  # also where a client supplied the initial ones
         if self.stability is not None:
             with _unharmed("the start of the global model's way cannot be noted"):
@@ -87,6 +97,7 @@ class TrackedStrategy(Strategy):
         failures: list[tuple[ClientProxy, FitRes] | BaseException],
     ) -> tuple[Parameters | None, dict[str, Scalar]]:
         """Delegate, and record the metrics."""
+        server_round += self.rounds_done
         with self._recording_errors(server_round):
             parameters, metrics = self.strategy.aggregate_fit(server_round, results, failures)
         results.clear()  # Flower's server would hold on to a round's updates until it has those of the next
@@ -97,6 +108,10 @@ class TrackedStrategy(Strategy):
 
     def evaluate(self, server_round: int, parameters: Parameters) -> tuple[float, dict[str, Scalar]] | None:
         """Delegate, and record loss and metrics; round 0 is complete with it."""
+        if server_round == 0 and self.rounds_done:
+            self.parameters = parameters
+            return None
+        server_round += self.rounds_done
         with self._recording_errors(server_round):
             result = self.strategy.evaluate(server_round, parameters) if self.evaluate_in(server_round) else None
         if result is not None:
@@ -110,6 +125,7 @@ class TrackedStrategy(Strategy):
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, EvaluateIns]]:
         """Delegate; without clients to evaluate on, the round is complete."""
+        server_round += self.rounds_done
         with self._recording_errors(server_round):
             instructions = (
                 self.strategy.configure_evaluate(server_round, parameters, client_manager)
@@ -127,6 +143,7 @@ class TrackedStrategy(Strategy):
         failures: list[tuple[ClientProxy, EvaluateRes] | BaseException],
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Delegate, record loss and metrics, and complete the round."""
+        server_round += self.rounds_done
         with self._recording_errors(server_round):
             loss, metrics = self.strategy.aggregate_evaluate(server_round, results, failures)
         self._stages["federated"] = {"loss": loss, **metrics}
@@ -161,6 +178,8 @@ class TrackedStrategy(Strategy):
                 for name, value in self._of(stage).items():
                     record[f"{stage}_{name}" if name in record else name] = value
             self.tracker.log_round(record)
+            if self.save is not None and self._round and self.parameters is not None and "error" not in self._stages:
+                self.save(self._round, self.parameters, record)
         self._round, self._stages = None, {}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -116,6 +117,14 @@ class _Display:
             line = f"round {done:>{len(str(self.num_rounds))}}/{self.num_rounds} {record['seconds']:7.1f} s"
             self.console.print(line + summary, highlight=False, markup=False, soft_wrap=True)
 
+    def go_on(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Show where a run goes on, given the records of before."""
+        for record in records:
+            if evaluation := _texts(record, _EVALUATION):
+                self.evaluated = (record["round"], evaluation)
+        if records and self.console.is_terminal:
+            self.bar.update(self.task, completed=records[-1]["round"])
+
     def close(self, status: str, folder: Path) -> None:
         # On a line of its own, so that it can be copied.
         text = f"{status}{self.evaluated[1]}; results in\n{folder}"
@@ -154,13 +163,16 @@ class RunTracker:
         Show a progress bar, or where the console is no terminal, about twenty lines per run.
     metric : str
         Name of the headline metric, of which `log_clients` gets the clients' values.
+    goes_on : bool
+        Whether the folder holds the records of the rounds before, to be continued: rounds, clients and seconds.
     console : rich.console.Console, optional
         Where progress goes; standard output by default.
 
     Raises
     ------
     FileExistsError
-        On entering the context, if the folder already holds a run. Nothing is overwritten.
+        On entering the context, if the folder already holds a run, and this one is not to go on with it. Nothing is
+        overwritten.
     """
 
     def __init__(
@@ -172,6 +184,7 @@ class RunTracker:
         tensorboard: bool,
         progress: bool,
         metric: str = "accuracy",
+        goes_on: bool = False,
         console: Console | None = None,
     ) -> None:
         self.output_dir = Path(output_dir)
@@ -180,6 +193,7 @@ class RunTracker:
         self._tensorboard = tensorboard
         self._display = _Display(num_rounds, console or Console()) if progress else None
         self._last_round = 0
+        self._goes_on = goes_on
         whole, real = pa.int32(), pa.float32()
         self._schema = pa.schema(
             {"round": whole, "client": whole, "num_examples": whole, metric: real, "loss": real}.items()
@@ -190,8 +204,9 @@ class RunTracker:
         self.output_dir.mkdir(parents=True, exist_ok=True)
         path = self.output_dir / "metrics.jsonl"
         with ExitStack() as opened:
+            before = self._records_before(path) if self._goes_on else []
             try:
-                self._lines = opened.enter_context(path.open("x", encoding="utf-8"))
+                self._lines = opened.enter_context(path.open("a" if self._goes_on else "x", encoding="utf-8"))
             except FileExistsError:
                 raise FileExistsError(
                     f"{path} holds an earlier run: choose another output_dir, or move that run away."
@@ -201,12 +216,29 @@ class RunTracker:
             if self._tensorboard:
                 from torch.utils.tensorboard import SummaryWriter  # slow to import, and not every run wants it
 
-                self._writer = opened.enter_context(SummaryWriter(str(self.output_dir)))
+                # Of earlier events, some may be of rounds that are run again, and the last ones may be lost: all of
+                # them are struck out, and written anew.
+                again = 0 if before else None
+                self._writer = opened.enter_context(SummaryWriter(str(self.output_dir), purge_step=again))
+                for row in before:
+                    self._add_scalars(row)
             if self._display:
                 opened.enter_context(self._display.bar)
+                self._display.go_on(before)
             self._opened = opened.pop_all()
-        self._start = self._round_start = self._rewritten = time.monotonic()
+        self._round_start = self._rewritten = time.monotonic()
+        self._start = self._round_start
+        if before:
+            self._start -= float(before[-1].get("seconds") or 0.0)
+            self._last_round = before[-1]["round"]
         return self
+
+    def _records_before(self, path: Path) -> list[dict[str, Any]]:
+        """Read what the rounds before have left."""
+        rows = self.output_dir / "clients.parquet"
+        if rows.exists():
+            self._clients = [pq.read_table(rows)]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -248,11 +280,14 @@ class RunTracker:
         self._round_start = now
         self._last_round = row["round"]
         if self._writer:
-            for name, value in row.items():
-                if name != "round" and isinstance(value, int | float):
-                    self._writer.add_scalar(name, value, row["round"])
+            self._add_scalars(row)
         if self._display:
             self._display.update(row)
+
+    def _add_scalars(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if name != "round" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, row["round"])
 
     def log_clients(
         self,
@@ -303,6 +338,12 @@ class RunTracker:
             with _replacing(self.output_dir / "clients.parquet") as temporary:
                 pq.write_table(pa.concat_tables(self._clients), temporary)
         self._rewritten = time.monotonic()
+
+    def copy_records(self, rounds: Path, clients: Path) -> None:
+        """Write what ``metrics.jsonl`` and ``clients.parquet`` hold so far to other files; no rows, no second file."""
+        shutil.copyfile(self.output_dir / "metrics.jsonl", rounds)
+        if self._clients:
+            pq.write_table(pa.concat_tables(self._clients), clients)
 
     def save_examples(self, examples: Sequence[Example]) -> None:
         """Write what the final model makes of some test subjects to ``examples.safetensors``."""

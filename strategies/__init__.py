@@ -17,10 +17,12 @@ from .baselines.normalised_momentum import NormalisedMomentum
 from .baselines.oracle import OracleFedAvg
 from .baselines.qfedavg import QFedAvg
 from .baselines.robust import FedMedian, FedTrimmedAvg, Krum
+from .checkpointed import Checkpointed
 from .clair import CLAIR
 from .craft import CRAFT
 from .fedref import FedRef
 from .layers import Layer, LayerMap
+from .message import MessageStrategy
 from .ordering import partition_order
 from .sampling import NotEnoughClients
 from .span import SpanStrategy
@@ -51,10 +53,12 @@ __all__ = [
     "QFedAvg",
     "UpdateStrategy",
     "SpanStrategy",
+    "Checkpointed",
     "ClientUpdates",
     "Layer",
     "LayerDirection",
     "LayerMap",
+    "MessageStrategy",
     "NotEnoughClients",
     "RoundsFailed",
     "partition_order",

@@ -19,11 +19,11 @@ import flwr.server.strategy
 import numpy as np
 import torch
 from flwr.common import (
-    Code,
     EvaluateIns,
     EvaluateRes,
     FitIns,
     FitRes,
+    MetricsAggregationFn,
     Parameters,
     Scalar,
 )
@@ -36,7 +36,18 @@ from .layers import Layer, LayerMap
 from .model import GlobalModel, Successor, check_memory, require_layers, warn_of_growth
 from .options import is_count, is_integer, is_real, require, resolve_device
 from .sampling import ClientSampler, PartitionOrder
-from .updates import Array, ClientUpdates, LayerDirection, Requirement, one_line
+from .shares import capped_shares
+from .updates import (
+    Array,
+    ClientUpdates,
+    LayerDirection,
+    Requirement,
+    UnusableTensor,
+    check_report,
+    one_line,
+    shown,
+    status_text,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +109,16 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     wait_timeout : float
         Seconds without a new client after which waiting for `min_available_clients` ends in
         `NotEnoughClients`.
+    max_weight_share : float, optional
+        In (0, 1]: no client counts more than this share of a round, whatever number of examples or loss it reports, in
+        the weights of the method, buffers, losses. The others keep their proportions; with fewer than 1 / share
+        clients all count the same. Weights that a method finds from the updates themselves are not bounded by it.
+        `clients_capped` in the metrics.
+    clip_to_median : float, optional
+        ≥ 1: an update longer than this many times the round's median update is scaled down to that. So is what a client
+        made of all floating-point buffers together, and a counter rises at most by this multiple, rounded up, of the
+        median rise. The median of an even number is the lower of the two in the middle. One more read of the updates;
+        `clients_clipped` in the metrics, names in the log.
     **fedavg
         Keywords of `flwr.server.strategy.FedAvg`: fraction_fit, min_fit_clients, min_available_clients,
         initial_parameters, evaluate_fn, on_fit_config_fn, ... `inplace` has no effect.
@@ -121,6 +142,13 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
     config where it is among them.
     """
 
+    individual: bool = True
+    """Whether the method needs each client's own update; False: no more than their weighted mean.
+
+    Secure aggregation hands over that mean only, and a method that needs more refuses to run on it. With
+    `max_weight_share` or `clip_to_median` all need more.
+    """
+
     def __init__(
         self,
         *,
@@ -133,6 +161,8 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         max_failed_rounds: int = 5,
         partition_order: PartitionOrder | None = None,
         wait_timeout: float = 60.0,
+        max_weight_share: float | None = None,
+        clip_to_median: float | None = None,
         **fedavg: Any,
     ) -> None:
         super().__init__(**fedavg)
@@ -142,6 +172,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         require("max_failed_rounds", max_failed_rounds, "an integer of at least 1", is_count(max_failed_rounds))
         require("wait_timeout", wait_timeout, "a number of seconds", is_real(wait_timeout) and wait_timeout >= 0)
         require("layers", layers, "a LayerMap, e.g. LayerMap.from_module(model)", isinstance(layers, LayerMap | None))
+        fine = max_weight_share is None or (is_real(max_weight_share) and 0 < max_weight_share <= 1)
+        require("max_weight_share", max_weight_share, "a share in (0, 1], or None", fine)
+        fine = clip_to_median is None or (is_real(clip_to_median) and clip_to_median >= 1)
+        require("clip_to_median", clip_to_median, "a number of at least 1, or None", fine)
         if min_completed is not None:
             share = not is_integer(min_completed) and is_real(min_completed) and 0 <= min_completed <= 1
             wanted = "a count of at least 1, or a share of the sampled clients as a float in [0, 1]"
@@ -155,6 +189,10 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         self.device = resolve_device(device)
         self.min_completed = min_completed
         self.max_failed_rounds = max_failed_rounds
+        self.max_weight_share = None if max_weight_share is None else float(max_weight_share)
+        self.clip_to_median = None if clip_to_median is None else float(clip_to_median)
+        if max_weight_share is not None or clip_to_median is not None:
+            self.individual = True
         self.sampler = ClientSampler(int(seed), partition_order, wait_timeout)
 
         self.memory: dict[str, Tensor] = {}
@@ -355,7 +393,8 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         RoundsFailed
             After `max_failed_rounds` failed rounds in a row.
         ValueError
-            If there is no global model yet: neither `configure_fit` was called nor `initial_parameters` given.
+            If there is no global model yet: neither `configure_fit` was called nor `initial_parameters` given. If
+            all results share one model, as secure aggregation leaves them, and the method needs `individual` ones.
         """
         began = time.perf_counter()
         number = self._number(server_round)
@@ -363,6 +402,14 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         model = self._require_model()
         sampled = self._sampled if self._sampled is not None else len(results) + len(failures)
         self._sampled = None
+        if self.individual and _share_one_model(results):
+            options = [x for x in ("max_weight_share", "clip_to_median") if getattr(self, x) is not None]
+            method = " with ".join([type(self).__name__, *([" and ".join(options)] if options else [])])
+            raise ValueError(
+                f"all {len(results)} results share one model, as under secure aggregation, and {method} needs each "
+                "client's own update; run it without secure aggregation, or choose what needs the mean only, such as "
+                "plain FedAvg."
+            )
         updates = ClientUpdates(
             results,
             model.arrays,
@@ -370,6 +417,8 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             device=self.device,
             order=self.sampler.order,
             requires={key: _REQUIREMENTS.get(key, _ANY_NUMBER) for key in self.requires},
+            max_weight_share=self.max_weight_share,
+            clip_to_median=self.clip_to_median,
         )
         metrics: dict[str, Scalar] = {
             "clients_sampled": sampled,
@@ -379,6 +428,7 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             "failed_round": False,
         }
         self._report_losses(number, updates, failures, metrics)
+        self._report_limits(number, updates, metrics)
 
         needed = self._needed(sampled)
         if failures and not self.accept_failures:
@@ -394,9 +444,8 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             return self._fail(metrics, began, f"{error}: the run diverges; {advice}")
         except ArithmeticError as error:
             return self._fail(metrics, began, str(error))
-        if self.fit_metrics_aggregation_fn is not None:
-            pairs = list(zip(updates.num_examples, updates.metrics, strict=True))
-            metrics.update(self.fit_metrics_aggregation_fn(pairs) or {})
+        pairs = list(zip(updates.num_examples, updates.metrics, strict=True))
+        metrics.update(_users_metrics("fit_metrics_aggregation_fn", self.fit_metrics_aggregation_fn, number, pairs))
         self.memory.update(memory)
         self._failed_rounds = 0
         self._model = successor
@@ -465,10 +514,27 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
             metrics["failure_reasons"] = json.dumps(failed[:_REASONS])
         self._reasons = [*(str(r) for r in updates.rejected), *failed]
         for key, name in _LOSSES.items():
-            losses = [(n, m[key]) for n, m in zip(updates.num_examples, updates.metrics, strict=True)
+            losses = [(n, float(m[key])) for n, m in zip(updates.num_examples, updates.metrics, strict=True)
                       if is_real(m.get(key))]  # fmt: skip
             if losses:
-                metrics[name] = sum(n * float(x) for n, x in losses) / sum(n for n, _ in losses)
+                metrics[name] = self._mean(*zip(*losses, strict=True))
+
+    def _mean(self, sizes: Sequence[int], values: Sequence[float]) -> float:
+        """Return the clients' mean by what each counts."""
+        shares, _ = capped_shares(sizes, self.max_weight_share)
+        mean = sum(share * value for share, value in zip(shares, values, strict=True))
+        return max(min(mean, max(values)), min(values))  # rounding may leave it, and all numbers, behind
+
+    def _report_limits(self, number: int, updates: ClientUpdates, metrics: dict[str, Scalar]) -> None:
+        """Log whose share or update was cut, where that was asked for, and count them."""
+        if self.max_weight_share is not None:
+            metrics["clients_capped"] = len(updates.capped)
+            for cid in updates.capped:
+                logger.info("round %d: %s", number, one_line(f"client {cid} counts less than its number of examples"))
+        if self.clip_to_median is not None:
+            metrics["clients_clipped"] = len(updates.clipped)
+            for cid, note in updates.clipped.items():
+                logger.info("round %d: %s", number, one_line(f"clipped client {cid}: {note}"))
 
     def aggregate_evaluate(
         self,
@@ -479,27 +545,33 @@ class UpdateStrategy(flwr.server.strategy.FedAvg):
         """Average the clients' losses by their number of examples, in canonical order.
 
         Results without examples, with a status other than OK or a loss that is not finite, and further results
-        of one client are left out and logged.
+        of one client are left out and logged. `max_weight_share` holds here, too; `evaluate_metrics_aggregation_fn`
+        gets the numbers of examples as the clients said them.
         """
         number = self._number_of_finished(server_round)
         for failure in failures:
             logger.warning("round %d: evaluation failed %s", number, _reason(failure))
-        usable: dict[str, EvaluateRes] = {}
+        usable: dict[str, tuple[int, float, dict[str, Scalar]]] = {}
         for client, res in sorted(results, key=lambda pair: self.sampler.order(pair[0].cid)):
-            good = getattr(res.status, "code", Code.OK) is Code.OK and is_count(res.num_examples) and is_real(res.loss)
-            if good and client.cid not in usable:
-                usable[client.cid] = res
-            elif res.num_examples != 0:
-                logger.warning("round %d: evaluation of client %s is not used", number, client.cid)
+            if is_integer(res.num_examples) and res.num_examples == 0:  # it has nothing to test on
+                continue
+            try:
+                check_report(res)
+                if not is_real(res.loss):
+                    raise UnusableTensor(f"its loss is {shown(res.loss)}")
+                if client.cid in usable:
+                    raise UnusableTensor("it sent more than one; the first is used")
+            except UnusableTensor as error:
+                reason = one_line(f"evaluation of client {client.cid} is not used: {error}")
+                logger.warning("round %d: %s", number, reason)
+                continue
+            usable[client.cid] = int(res.num_examples), float(res.loss), dict(res.metrics or {})
         if not usable or (failures and not self.accept_failures):
             return None, {}
-        total = sum(res.num_examples for res in usable.values())
-        loss = sum(res.num_examples * res.loss for res in usable.values()) / total
-        metrics: dict[str, Scalar] = {}
-        if self.evaluate_metrics_aggregation_fn is not None:
-            pairs = [(res.num_examples, res.metrics) for res in usable.values()]
-            metrics.update(self.evaluate_metrics_aggregation_fn(pairs) or {})
-        return float(loss), metrics
+        sizes, losses, reported = zip(*usable.values(), strict=True)
+        pairs = list(zip(sizes, reported, strict=True))
+        evaluated = self.evaluate_metrics_aggregation_fn
+        return self._mean(sizes, losses), _users_metrics("evaluate_metrics_aggregation_fn", evaluated, number, pairs)
 
     # ---- the global model and the round number -----------------------------------------------------------
 
@@ -590,10 +662,34 @@ def _share(fraction: float, available: int) -> int:
     return math.floor(fraction * available + 1e-9)
 
 
+def _share_one_model(results: Sequence[tuple[ClientProxy, FitRes]]) -> bool:
+    """Say whether several clients' results are one object, which no client's replies can be."""
+    clients = {proxy.cid for proxy, _ in results}
+    models = {id(res.parameters) for _, res in results}
+    return len(clients) > 1 and len(models) == 1 and isinstance(results[0][1].parameters, Parameters)
+
+
 def _reason(failure: tuple[ClientProxy, Any] | BaseException) -> str:
     if isinstance(failure, BaseException):
         text = f"{type(failure).__name__}: {failure}"
     else:
         client, res = failure
-        text = f"client {client.cid}: status {res.status.code.name}: {res.status.message}"
+        text = f"client {client.cid}: {status_text(res)}"
     return one_line(text)
+
+
+def _users_metrics(
+    name: str, aggregate: MetricsAggregationFn | None, number: int, pairs: list[tuple[int, dict[str, Scalar]]]
+) -> dict[str, Scalar]:
+    """Return what a user's function makes of the clients' metrics; a client that sends odd ones must not end the run.
+
+    Nothing, and logged, where it raises.
+    """
+    if aggregate is None:
+        return {}
+    try:
+        return dict(aggregate(pairs) or {})
+    except Exception as error:  # noqa: BLE001  it meets whatever clients send
+        words = one_line(f"{type(error).__name__}: {error}")
+        logger.warning("round %d: %s failed, and its metrics are missing: %s", number, name, words)
+        return {}

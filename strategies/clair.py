@@ -196,8 +196,8 @@ class CLAIR(UpdateStrategy):
             members = solutions[0].members
             if 2 * int(members.sum()) > len(updates):
                 self._found = dict(zip(chosen, solutions, strict=True))
-                self._shares = torch.where(members, updates.weights, 0.0)
-                self._shares = self._shares / self._shares.sum()
+                shares = torch.where(members, updates.weights, 0.0)
+                self._shares = updates.limited(shares / shares.sum(), members)
             else:
                 warnings.append("the round is FedAvg's")
             warnings += [
@@ -229,6 +229,7 @@ class CLAIR(UpdateStrategy):
                 refit=self.refit,
                 form=self.form,
                 client_weights=updates.weights,
+                max_weight_share=updates.max_weight_share,
                 tolerance=self.tolerance,
                 max_iterations=self.max_iterations,
             )

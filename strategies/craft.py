@@ -127,7 +127,7 @@ class CRAFT(UpdateStrategy):
             updates.weights * (losses / losses.max().clamp(min=torch.finfo(losses.dtype).tiny)) ** self.loss_power
         )
         total = weighted.sum()
-        return torch.where(total > 0, weighted / torch.where(total > 0, total, 1.0), updates.weights)
+        return updates.limited(torch.where(total > 0, weighted / torch.where(total > 0, total, 1.0), updates.weights))
 
     def _solve_group(self, updates: ClientUpdates, group: Sequence[Layer], rho: Tensor) -> list[LayerDirection]:
         """Solve for some layers together, in two reads of their updates: inner products, then the combination.

@@ -99,6 +99,7 @@ class FedRef(UpdateStrategy):
     """
 
     remembers_rows = (KIND,)
+    individual = False
 
     def __init__(
         self,

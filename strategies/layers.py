@@ -153,12 +153,22 @@ class LayerMap:
         return cls._build(list(names), [tuple(int(n) for n in s) for s in shapes], kinds, groups, norms)
 
     @classmethod
-    def from_arrays(cls, arrays: Sequence[np.ndarray]) -> LayerMap:
+    def from_arrays(cls, arrays: Sequence[np.ndarray], names: Sequence[str] | None = None) -> LayerMap:
         """Make every floating-point array its own layer and every integer or boolean array a counter.
 
-        This is what a strategy uses when it is given `layers=None`.
+        This is what a strategy uses when it is given `layers=None`. Without `names`, tensors are called tensor0,
+        tensor1, ...
+
+        Raises
+        ------
+        ValueError
+            If there is no array, a name occurs twice, or there are more or fewer names than arrays.
         """
-        names = [f"tensor{i}" for i in range(len(arrays))]
+        names = [f"tensor{i}" for i in range(len(arrays))] if names is None else list(names)
+        if len(names) != len(arrays):
+            raise ValueError(
+                f"LayerMap.from_arrays got {len(names)} names but {len(arrays)} arrays; give one name each."
+            )
         kinds: list[Kind] = ["trainable" if a.dtype.kind == "f" else "counter" for a in arrays]
         groups = [n if k == "trainable" else None for n, k in zip(names, kinds, strict=True)]
         return cls._build(names, [a.shape for a in arrays], kinds, groups, set())

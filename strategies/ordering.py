@@ -14,6 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from flwr.common import Code, GetPropertiesIns
 from flwr.server.client_proxy import ClientProxy
 
+from .options import is_integer
+from .updates import one_line
+
 logger = logging.getLogger(__name__)
 
 # Requests wait for the client most of the time; the threads are short-lived.
@@ -39,14 +42,15 @@ def partition_order(clients: Sequence[ClientProxy], timeout: float | None = 600.
 
     def ask(client: ClientProxy) -> int | None:
         res = client.get_properties(GetPropertiesIns(config={}), timeout=timeout, group_id=None)
-        value = res.properties.get("partition-id") if res.status.code is Code.OK else None
-        return value if isinstance(value, int) else None
+        ok = getattr(res.status, "code", None) is Code.OK and isinstance(res.properties, Mapping)
+        value = res.properties.get("partition-id") if ok else None
+        return value if is_integer(value) else None
 
     def ask_or_none(client: ClientProxy) -> int | None:
         try:
             return ask(client)
         except (ValueError, OSError, RuntimeError) as error:  # Flower's proxies: an error reply, a timeout
-            logger.warning("client %s does not say which partition it is: %s", client.cid, error)
+            logger.warning("client %s does not say which partition it is: %s", client.cid, one_line(str(error)))
             return None
 
     with ThreadPoolExecutor(max_workers=min(_THREADS, max(1, len(clients)))) as pool:

@@ -16,9 +16,10 @@ or, with pytest, as one test for each check:
         check(lambda **common: MyMethod(strength=0.5, **common))
 
 The function passed makes a new strategy each time it is called, with some keywords of `UpdateStrategy`: device, seed,
-layers, initial_parameters, fraction_fit, server_lr_decay, min_completed, max_failed_rounds; never server_lr. The
-clients report `train_loss`, `initial_loss`, `local_steps` and `step_weight`; where a method needs more, `metrics` maps
-a client's index to what it reports besides: `metrics=lambda i: {"variance": 1.0 + i}`.
+layers, initial_parameters, fraction_fit, server_lr_decay, min_completed, max_failed_rounds, max_weight_share,
+clip_to_median; never server_lr. The clients report `train_loss`, `initial_loss`, `local_steps` and `step_weight`;
+where a method needs more, `metrics` maps a client's index to what it reports besides:
+`metrics=lambda i: {"variance": 1.0 + i}`.
 
 A check that fails raises AssertionError: the check's name, what was expected, and what was seen. Everything is made
 of Flower's plain objects: no network, no data, no files, and a second or two for all checks.
@@ -469,6 +470,52 @@ def _required_metrics_are_required(subject: _Subject) -> None:
             _expect(named, f"a client with {key}={value!r} to be rejected with the key's name", reasons)
             expected = _moved(subject.strategy(start), 1, good)
             _require_same(parameters, expected, f"the same bits as without the client that has no {key!r}")
+
+
+@_check
+def _an_inflated_count_has_the_largest_share(subject: _Subject) -> None:
+    """With `max_weight_share`, a client counts no more than that, whatever number of examples it claims."""
+
+    def play(counts: Sequence[int]) -> list[Parameters]:
+        start: Sequence[Array] = _norm_model()
+        s, models = subject.strategy(start, layers=_norm_layers(), max_weight_share=0.5), []
+        for number in (1, 2):
+            trained = _trained(start, 4, seed=number)
+            sent = [subject.result(i, a, n) for i, (a, n) in enumerate(zip(trained, counts, strict=True))]
+            models.append(_moved(s, number, sent))
+            start = _arrays(models[-1])
+        return models
+
+    # What is left of the half is dealt by 1 : 2 : 1, and eighths are exact.
+    for found, expected in zip(play((10, 20, 10, 10**15)), play((1, 2, 1, 4)), strict=True):
+        _require_same(found, expected, "a client that claims 10^15 examples to count as one with half of them")
+
+
+@_check
+def _a_long_update_is_cut_to_length(subject: _Subject) -> None:
+    """With `clip_to_median`, an update that is longer counts as one that ends there."""
+    start = _model(np.float64)[:3]
+
+    def play(way: float, **options: Any) -> list[Array]:
+        theta: Sequence[Array] = start
+        s = subject.strategy(start, **options)
+        for number in (1, 2):
+            trained = _trained(theta, 5, seed=number)
+            ways = [[a - b for a, b in zip(x, theta, strict=True)] for x in trained]
+            lengths = [math.hypot(*(float(np.linalg.norm(a)) for a in each)) for each in ways]
+            shorter = sorted([*lengths[:3], lengths[4]])
+            # Client 3 goes the furthest, so of the five the median is the third of the others.
+            goes = [
+                [a * way * shorter[2] / lengths[3] for a in each] if i == 3 else each for i, each in enumerate(ways)
+            ]
+            sent = [subject.result(i, [a + b for a, b in zip(theta, each, strict=True)]) for i, each in enumerate(goes)]
+            theta = _arrays(_moved(s, number, sent, "a round with a long update"))
+        return list(theta)
+
+    for t, (found, wanted, before) in enumerate(zip(play(1e4, clip_to_median=3.0), play(3.0), start, strict=True)):
+        apart, way = np.linalg.norm(found - wanted), np.linalg.norm(wanted - before)
+        seen = f"{apart:.3g} of {way:.3g} in tensor {t}"
+        _expect(apart <= 1e-5 * way + 1e-9, "an update of 10^4 times the median to count as one of 3 times", seen)
 
 
 # ---- the checks: who sends, and in which order ---------------------------------------------------------------

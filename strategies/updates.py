@@ -8,11 +8,8 @@ of columns at a time.
 from __future__ import annotations
 
 import functools
-import io
-import logging
 import math
 import re
-import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -22,18 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeGuard, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from flwr.common import Code, FitRes, Parameters, Scalar, ndarray_to_bytes
+from flwr.common import Code, EvaluateRes, FitRes, Parameters, Scalar, ndarray_to_bytes
 from flwr.server.client_proxy import ClientProxy
 from torch import Tensor
 
+from .clipping import MedianClip
 from .gram import Gram, block_columns, combine, gram
 from .layers import Layer, LayerMap
 from .options import is_real
+from .shares import capped_shares, limited
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12
-
-logger = logging.getLogger(__name__)
 
 Array = npt.NDArray[np.generic]
 OrderKey = Callable[[str], tuple[int, int, str]]
@@ -42,23 +39,16 @@ Requirement = tuple[Callable[[float], bool], str]
 """Whether a metric's value can be used, and what is wanted, in words."""
 
 
-# What NumPy's header parser (ast and tokenize underneath) raises on text that is no header.
-_UNREADABLE = (
-    ValueError,
-    SyntaxError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    RecursionError,
-    MemoryError,
-    tokenize.TokenError,
-)
 # Numbers above this cannot be squared and summed in float64.
 _LARGEST = 1e150
 _MAX_DIMENSIONS = 32
-_FLOAT32 = np.dtype(np.float32)
 _MAGIC = b"\x93NUMPY"
+# An entry of a header (NEP 1), and its values. NumPy's own parser takes any Python literal, recurses on it and warns;
+# no array of numbers needs that.
+_VALUE = r"""'[^'"\\]*'|"[^'"\\]*"|True|False|\([0-9, ]*\)"""
+_ENTRY = re.compile(rf""" *(["'])(descr|fortran_order|shape)\1 *: *({_VALUE}) *(?:,|(?=\}}))""")
+_DTYPE = re.compile(r"[<>|=]?[fiub?cmMOSUV][0-9]{0,4}")
+_SHAPE = re.compile(r"\((?: *(?:0|[1-9][0-9]{0,14}) *,)*(?: *(?:0|[1-9][0-9]{0,14}))? *\)")
 # Characters of a reason kept; a client may send a message of any length.
 _REASON = 300
 # Numbers in a block from which two threads copy it.
@@ -124,8 +114,17 @@ def one_line(text: str) -> str:
     """Return a text of any origin on one line of bounded length; of a long one, the start and the end."""
     if len(text) > 8 * _REASON:
         text = f"{text[: 4 * _REASON]} {text[-4 * _REASON :]}"
-    line = " ".join(text.split())
+    # Nor may it move a terminal's cursor, or hold what no file can be written with.
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
     return line if len(line) <= _REASON else f"{line[: _REASON // 3]} ... {line[-_REASON // 2 :]}"
+
+
+def shown(value: object) -> str:
+    """Return what a client sent as text for a reason, of bounded length, whatever it is."""
+    try:
+        return one_line(repr(value[:_REASON] if isinstance(value, str | bytes) else value))
+    except (ValueError, RecursionError):  # an integer of thousands of digits; lists in lists
+        return f"a {type(value).__name__} that cannot be shown"
 
 
 def client_order(cid: str) -> tuple[int, int, str]:
@@ -137,15 +136,34 @@ def client_order(cid: str) -> tuple[int, int, str]:
 @functools.lru_cache(maxsize=1024)
 def _parse_header(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
     """Parse the header of a `.npy` file; equal headers recur for every client, so they are parsed once."""
-    stream = io.BytesIO(header)
-    version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    elif version == (2, 0):
-        shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-    else:
-        raise ValueError(f"format version {version}")
-    return shape, fortran, dtype
+    unreadable = UnusableTensor("its .npy header cannot be read")
+    text = header[_header_at(header) :].decode("latin1")
+    entries: dict[str, str] = {}
+    end = 1
+    while found := _ENTRY.match(text, end):
+        if found[2] in entries:
+            break
+        entries[found[2]] = found[3]
+        end = found.end()
+    if text[:1] != "{" or len(entries) != 3 or not re.fullmatch(r" *\} *\n?", text[end:]):
+        raise unreadable
+    descr, order, shape = entries["descr"][1:-1], entries["fortran_order"], entries["shape"]
+    lengths = tuple(int(n) for n in re.findall("[0-9]+", shape))
+    is_tuple = _SHAPE.fullmatch(shape) and (len(lengths) != 1 or "," in shape)
+    if not is_tuple or order not in ("True", "False") or entries["descr"][0] not in "'\"":
+        raise unreadable
+    if not _DTYPE.fullmatch(descr):
+        raise UnusableTensor(f"dtype {one_line(descr)!r} is not a number of at most 64 bits")
+    try:
+        dtype = np.dtype(descr)
+    except (TypeError, ValueError) as error:
+        raise unreadable from error
+    return lengths, order == "True", dtype
+
+
+def _header_at(start: bytes) -> int:
+    """Where a header begins: behind the magic string, the version, and its length in 2 bytes, from version 2 in 4."""
+    return 12 if start[6] > 1 else 10
 
 
 def _is_decoded(data: object) -> TypeGuard[Array]:
@@ -194,16 +212,15 @@ def decode(data: bytes | Buffer | Array) -> Array:
     prefix = bytes(data[:12])
     if len(prefix) < 12 or not prefix.startswith(_MAGIC):
         raise UnusableTensor("not a .npy array")
-    wide = prefix[6] > 1
-    start = (12 if wide else 10) + int.from_bytes(prefix[8:12] if wide else prefix[8:10], "little")
+    if prefix[6:8] not in (b"\1\0", b"\2\0"):  # version 3 is for names of fields, which no array of numbers has
+        raise UnusableTensor(f"its .npy format is of version {prefix[6]}.{prefix[7]}")
+    low = _header_at(prefix)
+    start = low + int.from_bytes(prefix[8:low], "little")
     if start > min(len(data), 4096):
         raise UnusableTensor("its .npy header is longer than the data or than 4096 bytes")
-    try:
-        shape, fortran, dtype = _parse_header(bytes(data[:start]))
-    except _UNREADABLE as error:
-        raise UnusableTensor("its .npy header cannot be read") from error
+    shape, fortran, dtype = _parse_header(bytes(data[:start]))
     _require_number(dtype)
-    if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= 2**48:
         raise UnusableTensor("its header states a shape that no array has")
     if math.prod(shape) * dtype.itemsize != len(data) - start:
         raise UnusableTensor(f"its header promises shape {shape} of {dtype} but {len(data) - start} bytes follow")
@@ -224,7 +241,8 @@ def is_finite(array: Array) -> bool:
 
 
 def _is_finite(array: Array) -> bool:
-    total = np.add.reduce(array, axis=None, dtype=max(array.dtype, _FLOAT32))
+    # In the machine's own byte order, whatever that of the array.
+    total = np.add.reduce(array, axis=None, dtype=np.float64 if array.dtype.itemsize > 4 else np.float32)
     # A finite sum proves it; a sum may also overflow over finite values, and only then each is looked at.
     return math.isfinite(total) or bool(np.isfinite(array).all())
 
@@ -234,40 +252,71 @@ def _copiers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(2, "copy")
 
 
-def decode_all(parameters: Parameters) -> list[Array]:
+def decode_all(parameters: Parameters, names: Sequence[str] | None = None) -> list[Array]:
     """Decode every tensor of a Flower `Parameters`, as views.
 
     Raises
     ------
     UnusableTensor
-        Naming the position of the first tensor that cannot be read.
+        Naming the first tensor that cannot be read, or its position.
     """
     arrays = []
     for i, data in enumerate(parameters.tensors):
         try:
             arrays.append(decode(data))
         except UnusableTensor as error:
-            raise UnusableTensor(f"tensor {i}: {error}") from error
+            raise UnusableTensor(f"tensor {i if names is None else repr(names[i])}: {error}") from error
     return arrays
 
 
-def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap, requires: Mapping[str, Requirement]) -> list[Array]:
-    """Return the client's arrays, or raise `UnusableTensor` with the reason why they cannot be used."""
+def check_report(res: FitRes | EvaluateRes) -> None:
+    """Raise `UnusableTensor` with the reason if a result's status, number of examples or metrics cannot be used."""
     code = getattr(res.status, "code", Code.OK)
     if code is not Code.OK:
-        raise UnusableTensor(f"status {code.name}: {res.status.message}")
+        raise UnusableTensor(status_text(res))
     n = res.num_examples
     if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 < n < 2**63:
-        shown = "beyond 64 bits" if isinstance(n, int) and abs(n) >= 2**63 else repr(n)
-        raise UnusableTensor(f"num_examples is {shown}, must be a positive integer")
-    for key, (usable, wanted) in requires.items():
-        value = (res.metrics or {}).get(key)
-        if not is_real(value) or not usable(value):
-            raise UnusableTensor(f"its metrics hold {key}={value!r}, but this strategy needs {wanted} there")
-    if len(res.parameters.tensors) != len(reference):
-        raise UnusableTensor(f"{len(res.parameters.tensors)} tensors, the model has {len(reference)}")
-    arrays = decode_all(res.parameters)
-    for name, kind, array, expected in zip(layers.names, layers.kinds, arrays, reference, strict=True):
+        text = "beyond 64 bits" if isinstance(n, int) and abs(n) >= 2**63 else shown(n)
+        raise UnusableTensor(f"num_examples is {text}, must be a positive integer")
+    if not isinstance(res.metrics, Mapping | None):
+        raise UnusableTensor(f"its metrics are a {type(res.metrics).__name__}, not a mapping")
+
+
+def status_text(res: FitRes | EvaluateRes) -> str:
+    """Return what a result's status says, whatever it is."""
+    code, message = getattr(res.status, "code", None), getattr(res.status, "message", "")
+    name = code.name if isinstance(code, Code) else shown(code)
+    return f"status {name}: {one_line(message) if isinstance(message, str) else shown(message)}"
+
+
+class _Vetting:
+    """What a client's result is checked against."""
+
+    def __init__(self, reference: Sequence[Array], layers: LayerMap, requires: Mapping[str, Requirement]) -> None:
+        self._reference = reference
+        self._layers = layers
+        self._requires = requires
+        self._held: dict[tuple[int, np.dtype[np.generic]], bool] = {}
+
+    def arrays(self, res: FitRes) -> list[Array]:
+        """Return the client's arrays, or raise `UnusableTensor` with the reason why they cannot be used."""
+        check_report(res)
+        for key, (usable, wanted) in self._requires.items():
+            value = (res.metrics or {}).get(key)
+            if not is_real(value) or not usable(value):
+                raise UnusableTensor(f"its metrics hold {key}={shown(value)}, but this strategy needs {wanted} there")
+        tensors = getattr(res.parameters, "tensors", None)
+        if not isinstance(tensors, list | tuple):
+            raise UnusableTensor("it holds no list of tensors")
+        if len(tensors) != len(self._reference):  # before any is looked at
+            raise UnusableTensor(f"{len(tensors)} tensors, the model has {len(self._reference)}")
+        arrays = decode_all(res.parameters, self._layers.names)
+        for t, array in enumerate(arrays):
+            self._check(t, array)
+        return arrays
+
+    def _check(self, t: int, array: Array) -> None:
+        name, kind, expected = self._layers.names[t], self._layers.kinds[t], self._reference[t]
         if array.shape != expected.shape:
             raise UnusableTensor(f"tensor {name!r} has shape {array.shape}, the model's is {expected.shape}")
         wanted = "f" if kind != "counter" else "b" if expected.dtype.kind == "b" else "iu"
@@ -277,7 +326,16 @@ def _vet(res: FitRes, reference: Sequence[Array], layers: LayerMap, requires: Ma
             raise UnusableTensor(f"tensor {name!r} holds NaN or Inf")
         if not _fits(array, expected.dtype):
             raise UnusableTensor(f"tensor {name!r} holds values too large for the model's {expected.dtype}")
-    return arrays
+        # An update is taken from θ_t in the client's dtype, which has to hold it.
+        if kind != "counter" and not self._holds(t, array.dtype):
+            raise UnusableTensor(f"tensor {name!r} has dtype {array.dtype}, too small for the model's values")
+
+    def _holds(self, t: int, dtype: np.dtype[np.generic]) -> bool:
+        if dtype.itemsize >= self._reference[t].dtype.itemsize:
+            return True
+        if (t, dtype) not in self._held:
+            self._held[t, dtype] = _fits(self._reference[t], dtype)
+        return self._held[t, dtype]
 
 
 def _fits(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> bool:
@@ -301,8 +359,13 @@ class ClientUpdates:
     clients : list of str
         Ids (`ClientProxy.cid`) of the m accepted clients.
     num_examples : list of int
+        As they said; what that counts are the `weights`.
     weights : Tensor, (m,), float64
-        ρ_i = n_i / Σ n, on `device`.
+        ρ_i = n_i / Σ n, on `device`; none above `max_weight_share`, see `UpdateStrategy`.
+    capped : list of str
+        Clients that count less than they said.
+    clipped : dict of str to str
+        Clients of which something was clipped, and what.
     metrics : list of dict
         What each client reported (`FitRes.metrics`).
     rejected : list of Rejection
@@ -321,18 +384,22 @@ class ClientUpdates:
         device: torch.device,
         order: OrderKey = client_order,
         requires: Mapping[str, Requirement] = MappingProxyType({}),
+        max_weight_share: float | None = None,
+        clip_to_median: float | None = None,
     ) -> None:
         self.layers = layers
         self.device = device
+        self.max_weight_share = max_weight_share
         self._global = global_arrays
         self.rejected: list[Rejection] = []
         accepted: dict[str, tuple[FitRes, list[Array]]] = {}
+        vetting = _Vetting(global_arrays, layers, requires)
         for proxy, res in sorted(results, key=lambda pair: order(pair[0].cid)):
             try:
                 with np.errstate(all="ignore"):
-                    arrays = _vet(res, global_arrays, layers, requires)
+                    arrays = vetting.arrays(res)
             except UnusableTensor as error:
-                self.rejected.append(Rejection(proxy.cid, str(error)))
+                self.rejected.append(Rejection(proxy.cid, one_line(str(error))))
                 continue
             other = accepted.get(proxy.cid)
             if other is not None:
@@ -345,9 +412,9 @@ class ClientUpdates:
         self.num_examples = [int(res.num_examples) for res, _ in accepted.values()]
         self.metrics: list[dict[str, Scalar]] = [dict(res.metrics or {}) for res, _ in accepted.values()]
         self._arrays = [arrays for _, arrays in accepted.values()]
-        total = sum(self.num_examples)
-        shares = [n / total for n in self.num_examples]
+        shares, capped = capped_shares(self.num_examples, max_weight_share)
         self.weights = torch.tensor(shares, dtype=torch.float64, device=device)
+        self.capped = [self.clients[i] for i in capped]
         # Clients by the dtypes they send. An update is taken from θ_t as such a client can hold it: a float32
         # client that returns a float64 model untouched has an update of zero, not of its rounding errors.
         self._senders: dict[tuple[np.dtype[np.generic], ...], list[int]] = {}
@@ -359,13 +426,32 @@ class ClientUpdates:
         sent = {a.dtype for x in (global_arrays, *self._arrays) for a in x if a.dtype.kind == "f"}
         narrow = device.type != "cpu" and all(dtype.itemsize <= 4 for dtype in sent)
         self._stage = np.empty((len(self) + len(self._senders)) * width, np.float32 if narrow else np.float64)
+        self._clip: MedianClip | None = None
+        self.clipped: dict[str, str] = {}
+        if clip_to_median is not None and self.clients:
+            self._clip = MedianClip(clip_to_median, layers, global_arrays, self._arrays, self._lengths())
+            self.clipped = {self.clients[i]: note for i, note in sorted(self._clip.notes.items())}
 
     def __len__(self) -> int:
         return len(self.clients)
 
     def tensors(self, index: int) -> list[Array]:
-        """Views of one tensor as each client sent it, for averaging buffers and counters."""
-        return [arrays[index] for arrays in self._arrays]
+        """One tensor as each client sent it, for averaging buffers and counters: views, but for what is clipped."""
+        sent = [arrays[index] for arrays in self._arrays]
+        return sent if self._clip is None else self._clip.tensors(index, sent)
+
+    @property
+    def largest_share(self) -> float:
+        """The largest weight that any client may have: `max_weight_share`, or 1/m where that is more; 1 without it."""
+        return 1.0 if self.max_weight_share is None else max(self.max_weight_share, 1 / max(len(self), 1))
+
+    def limited(self, sizes: Tensor, among: Tensor | None = None) -> Tensor:
+        """Return what clients count, (m,), with nobody's part of the sum above `max_weight_share`.
+
+        For a method that weights clients by more than their `weights`. Where the option is off, or nobody is above it,
+        `sizes` come back as they are. `among`, (m,), bool: the clients that count at all; the sizes of others are 0.
+        """
+        return limited(sizes, self.max_weight_share, among)
 
     def blocks(self, layer: Layer) -> Iterator[tuple[slice, Tensor]]:
         """Yield the (m, d_q) matrix of updates of a layer in float64 column blocks, on `device`.
@@ -410,6 +496,8 @@ class ClientUpdates:
             else:
                 for base, senders in zip(bases, self._senders.values(), strict=True):
                     block[senders] -= base
+            if self._clip is not None and self._clip.factors is not None:
+                block.mul_(self._clip.factors)
             yield slice(low, high), block
 
     def layer(self, name: str | int | Layer) -> Tensor:
@@ -449,6 +537,14 @@ class ClientUpdates:
                 total += torch.linalg.vector_norm(block, dim=1).square_()
         return total
 
+    def _lengths(self) -> Tensor:
+        """‖g_i‖ over all layers, (m,), float64, also where it cannot be squared."""
+        total = torch.zeros(len(self), dtype=torch.float64, device=self.device)
+        for layer in self.layers.layers:
+            for _, block in self.blocks(layer):
+                total = torch.hypot(total, torch.linalg.vector_norm(block, dim=1))
+        return total
+
     def measure(self, layer: Layer, vector: Tensor) -> LayerDirection:
         """Return any vector, (d_q,), as the direction of a layer, with its inner products."""
         return self.combine(layer, torch.zeros_like(self.weights), vector)
@@ -480,7 +576,14 @@ class ClientUpdates:
         raise KeyError(f"there is no layer {name!r}; the layers are {', '.join(x.name for x in self.layers.layers)}.")
 
 
-def _content(res: FitRes) -> tuple[int, list[bytes], str]:
+def _content(res: FitRes) -> tuple[int, list[bytes], list[tuple[str, str]]]:
     """Return what a result says, comparable and the same however its tensors are held."""
     tensors = [ndarray_to_bytes(t) if _is_decoded(t) else bytes(t) for t in res.parameters.tensors]
-    return int(res.num_examples), tensors, repr(sorted((res.metrics or {}).items()))
+    return int(res.num_examples), tensors, sorted((_written(k), _written(v)) for k, v in (res.metrics or {}).items())
+
+
+def _written(value: object) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return shown(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
+from torch import nn
 
 from client_apps import make_client_app
 from experiments.config import compose
@@ -91,16 +92,24 @@ def test_no_pickle_is_ever_read():
             assert not re.search(r"torch\.load\(|allow_pickle=True|np\.load\(|yaml\.load\(", text), path
 
 
-def test_the_readmes_example_trains(tmp_path):
-    """The ServerApp shown in README.md, against digits clients."""
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    names: dict = {}
-    exec(compile(block, "README.md", "exec"), names)
+def test_the_readmes_examples_train_the_same_model(tmp_path):
+    """The ServerApps shown in README.md, against digits clients."""
+    legacy, message = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     cfg = compose(["num_clients=10", "client.lr=0.1", f"output_dir={tmp_path}"])
-    grid = SerialGrid(make_client_app(cfg), 10)
-    context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config={})
+    names: dict = {}
+
+    def serve(block: str) -> None:
+        exec(compile(block, "README.md", "exec"), names)
+        grid = SerialGrid(make_client_app(cfg), 10)
+        context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config={})
+        names["app"](grid, context)
+
+    serve(legacy)
     strategy = names["strategy"]
-    names["app"](grid, context)
+    names["model"] = nn.ModuleDict({"layers": names["model"]})  # as the clients' model calls its tensors
+    serve(message)
+    for a, b in zip(strategy._model.arrays, names["model"].state_dict().values(), strict=True):
+        np.testing.assert_array_equal(a, b.numpy())
     state = strategy.state_dict()
     assert state["round"] == 3
     assert set(state["memory"]) == {"reference/1", "reference/3", "reference/5"}

@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks`: all in one run: engines, aggregation, the field, growth, segmentation, CLAIR."""
+"""`python -m experiments.benchmarks`: all in one run: engines, aggregation, field, growth, memory, FeTS2022, CLAIR."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from . import aggregation, clair, engines, field, growth, segmentation
+from . import aggregation, clair, engines, field, growth, memory, segmentation
 
 
 def main() -> None:
@@ -21,6 +21,7 @@ def main() -> None:
     aggregation.main(common)
     field.main(common)
     growth.main(common)
+    memory.main(common)
     segmentation.main(common)
     clair.main(common)
 

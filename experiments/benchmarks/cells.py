@@ -78,12 +78,12 @@ def simulate(engine: str, server: ServerApp, client: ClientApp, clients: int, st
 def peak_memory() -> Iterator[dict[str, float]]:
     """Sample this process's own and shared memory (MB above the start) while the block runs (Linux)."""
     peak = {"own_mb": 0.0, "shared_mb": 0.0, "all_mb": 0.0}
-    first = _resident()
+    first = resident()
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.02):
-            own, shared = (now - then for now, then in zip(_resident(), first, strict=True))
+            own, shared = (now - then for now, then in zip(resident(), first, strict=True))
             for key, value in (("own_mb", own), ("shared_mb", shared), ("all_mb", own + shared)):
                 peak[key] = max(peak[key], value / 2**20)
 
@@ -96,7 +96,8 @@ def peak_memory() -> Iterator[dict[str, float]]:
         thread.join()
 
 
-def _resident() -> tuple[int, int]:
+def resident() -> tuple[int, int]:
+    """Return this process's own (anonymous) and shared resident memory, in bytes; zeros where Linux's /proc is not."""
     status = Path("/proc/self/status")
     if not status.exists():
         return 0, 0

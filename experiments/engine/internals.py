@@ -5,6 +5,7 @@ Flower promises none of it. `tests/experiments/test_flower_internals.py` fails a
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import uuid
@@ -167,6 +168,14 @@ def record_dict(items: Iterable[tuple[str, ArrayRecord | MetricRecord | ConfigRe
     content = RecordDict()
     content.__dict__["_data"].update(items)
     return content
+
+
+def detached(content: RecordDict) -> RecordDict:
+    """Copy a content as far as a receiver may change it: records and values, but not the arrays' bytes."""
+    return record_dict(
+        (key, array_record(record.items()) if isinstance(record, ArrayRecord) else copy.deepcopy(record))
+        for key, record in content.items()
+    )
 
 
 def plain(record: MetricRecord | ConfigRecord) -> dict[str, Any]:

@@ -215,6 +215,16 @@ class RayGrid(VirtualGrid):
         """Send messages and wait for the replies; `own`: they leave shared memory as they come in."""
         return self._round_trip(self._push(messages, None, own=own))
 
+    def client_states(self) -> dict[int, list[wire.PackedRecord]]:
+        """Return what each client that keeps something keeps between rounds, by partition."""
+        with self._guard:
+            return {node - FIRST_NODE: packed for node, packed in self._states.items() if packed}
+
+    def restore_client_states(self, states: Mapping[int, Sequence[wire.PackedRecord]]) -> None:
+        """Give clients what they kept."""
+        with self._guard:
+            self._states.update((FIRST_NODE + partition, list(packed)) for partition, packed in states.items())
+
     def _round_trip(self, ids: list[str]) -> Iterable[Message]:
         with self._guard:
             missing = [i for i in ids if i in self._tasks]

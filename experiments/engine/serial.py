@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from . import internals
+from . import internals, wire
 from .virtual import FIRST_NODE, VirtualGrid
 
 
@@ -52,14 +52,28 @@ class SerialGrid(VirtualGrid):
         """Run each message's client and return the replies; nothing is left to wait for."""
         return self.pull_messages(self.push_messages(messages))
 
+    def client_states(self) -> dict[int, list[wire.PackedRecord]]:
+        """Return what each client that keeps something keeps between rounds, by partition."""
+        return {n - FIRST_NODE: wire.pack(context.state) for n, context in self._contexts.items() if context.state}
+
+    def restore_client_states(self, states: Mapping[int, Sequence[wire.PackedRecord]]) -> None:
+        """Give clients what they kept."""
+        for partition, packed in states.items():
+            self._contexts[FIRST_NODE + partition] = self._context(FIRST_NODE + partition, wire.unpack(packed))
+
+    def _context(self, node: int, state: RecordDict) -> Context:
+        return internals.context(
+            self._run.run_id, node, node - FIRST_NODE, self.num_clients, state=state, run_config={}
+        )
+
     def _answer(self, message: Message) -> Message:
         node = message.metadata.dst_node_id
         if node not in self._contexts:
-            self._contexts[node] = internals.context(
-                self._run.run_id, node, node - FIRST_NODE, self.num_clients, state=RecordDict(), run_config={}
-            )
+            self._contexts[node] = self._context(node, RecordDict())
+        # As on a wire: what a client changes in its message is nobody else's.
+        received = internals.message_of(internals.head_of(message), internals.detached(message.content))
         try:
-            reply = self._app(message=message, context=self._contexts[node])
+            reply = self._app(message=received, context=self._contexts[node])
         except (Exception, SystemExit) as error:
             logging.getLogger("flwr").exception("client %d raised", node - FIRST_NODE)
             return internals.error_reply(message, internals.CLIENT_RAISED, f"{type(error).__name__}: {error}")

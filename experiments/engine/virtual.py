@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from . import internals
+from . import internals, wire
 from .internals import Run
 
 FIRST_NODE = 1000
@@ -76,6 +76,14 @@ class VirtualGrid(Grid):
     def name_of(self, node_id: int) -> str:
         """Say in words which client a node is: strategies know the node id, people the partition."""
         return f"client {node_id} (partition {node_id - FIRST_NODE})"
+
+    def client_states(self) -> dict[int, list[wire.PackedRecord]]:
+        """Return what each client that keeps something keeps between rounds, by partition; no client may be running."""
+        raise NotImplementedError
+
+    def restore_client_states(self, states: Mapping[int, Sequence[wire.PackedRecord]]) -> None:
+        """Give clients what they kept, as `client_states` has returned it, before any has been asked for anything."""
+        raise NotImplementedError
 
     def _refuse_unknown(self, message: Message) -> bool:
         """Answer a message to a node that does not exist with an error."""

@@ -65,7 +65,7 @@ class AFL(SpanStrategy):
         largest = torch.tensor(max(known.values()), dtype=torch.float64, device=updates.device)
         if float(total) <= 0:  # the worst mixture holds nobody of this round: no reason to prefer anyone
             return torch.full_like(present, 1 / len(present)), {"largest_lambda": largest}
-        return present / total, {"largest_lambda": largest}
+        return updates.limited(present / total), {"largest_lambda": largest}
 
     def solve(self, updates: ClientUpdates) -> Iterator[LayerDirection]:
         """Weight the clients; the average of the iterates starts at θ_0."""

@@ -17,6 +17,8 @@ class FedAvg(UpdateStrategy):
     Parameters are those of `UpdateStrategy`.
     """
 
+    individual = False
+
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
         """Return ḡ = Σ ρ_i g_i."""
         return updates.combine(layer, updates.weights)

@@ -31,6 +31,7 @@ class FedAvgM(UpdateStrategy):
     """
 
     remembers = ("velocity",)
+    individual = False
 
     def __init__(self, *, server_momentum: float = 0.9, **common: Any) -> None:
         super().__init__(**common)

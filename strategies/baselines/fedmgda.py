@@ -56,6 +56,6 @@ class FedMGDA(SpanStrategy):
         if not self.normalise:
             inverse = torch.ones_like(norms)
         lower = (updates.weights - self.epsilon).clamp(min=0)
-        upper = (updates.weights + self.epsilon).clamp(max=1)
+        upper = (updates.weights + self.epsilon).clamp(max=updates.largest_share)
         found = qp.box_simplex(gram * inverse[:, None] * inverse, lower, upper)
         return found.x * inverse, {"kkt": found.kkt}

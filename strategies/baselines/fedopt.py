@@ -45,6 +45,7 @@ class FedOpt(UpdateStrategy):
     """
 
     remembers = ("first_moment", "second_moment")
+    individual = False
 
     def __init__(
         self, *, server_lr: float = 0.01, beta_1: float = 0.9, beta_2: float = 0.99, tau: float = 1e-3, **common: Any

@@ -35,11 +35,13 @@ class NormalisedMomentum(UpdateStrategy):
     """
 
     remembers = ("reference",)
+    individual = False
 
     def __init__(self, *, server_lr: float = 0.1, scale: Literal["raw", "mean_norm"] = "raw", **common: Any) -> None:
         super().__init__(server_lr=server_lr, **common)
         require_choice("scale", scale, SCALES)
         self.scale = scale
+        self.individual = self.individual or scale == "mean_norm"  # whose length is the clients' mean length
 
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
         """Add the two and scale; a layer that no client has changed does not move."""

@@ -49,8 +49,9 @@ class OracleFedAvg(UpdateStrategy):
         benign = [name not in self._names for name in self.identities(updates)]
         if not any(benign):
             raise ArithmeticError("no benign client is in the round")
-        shares = updates.weights * torch.tensor(benign, device=updates.device)
-        return shares / shares.sum()
+        among = torch.tensor(benign, device=updates.device)
+        shares = updates.weights * among
+        return updates.limited(shares / shares.sum(), among)
 
     def solve_layer(self, updates: ClientUpdates, layer: Layer) -> LayerDirection:
         """Return Σ ρ_i g_i over them."""

@@ -55,6 +55,6 @@ class QFedAvg(SpanStrategy):
         losses = updates.reported("initial_loss") + 1e-10
         # The step depends on ratios of losses only up to this factor, which no power overflows.
         largest = losses.max()
-        power = (losses / largest) ** self.q
+        power = updates.limited((losses / largest) ** self.q)
         h = self.q * power / losses * updates.squared_norms() * lipschitz**2 + lipschitz * power
         return power * lipschitz / h.sum(), {}

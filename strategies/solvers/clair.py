@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from ..options import is_count, is_integer, is_real, require, require_choice
+from ..shares import limited
 from .lowrank import Certificate, Decomposition, chunks, require_memory, solve_clients, solve_pairs
 from .noise import noise_of_pairs, noise_of_stack, noise_of_tails, of_usual_size
 
@@ -230,6 +231,7 @@ def solve_jointly(
     refit: bool = False,
     form: str = "pairs",
     client_weights: Tensor | None = None,
+    max_weight_share: float | None = None,
     tolerance: float = 1e-6,
     max_iterations: int = 300,
 ) -> list[ClairSolution]:
@@ -239,6 +241,8 @@ def solve_jointly(
     ----------
     matrices : sequence of Tensor, each (K, q_i, p_i)
         At least one. `rank` and `noise` hold for each of them.
+    max_weight_share : float, optional
+        In (0, 1]: no member counts more than this share of W̄, see `strategies.shares.capped_shares`.
 
     Returns
     -------
@@ -271,6 +275,10 @@ def solve_jointly(
             if found is not None:
                 members, votes, comparisons = _without_loners(parts, found)
                 break
+    among = members if bool(members.any()) else torch.ones_like(members)
+    shares = torch.where(among, shares, 0.0)
+    shares = shares if bool(shares.sum() > 0) else among.to(shares.dtype)
+    shares = limited(shares / shares.sum(), max_weight_share, among)
     return [part.solution(members, votes, comparisons, shares, refit=refit) for part in parts]
 
 
@@ -563,11 +571,8 @@ class _Matrix:
         basis = self.basis
         assert basis is not None
         among = members if number else torch.ones_like(members)
-        share = shares * among
-        share = share if bool(share.sum() > 0) else among.to(share.dtype)
-        share = share / share.sum()
         # Not a product with zero shares: what is infinitely far off would still be in it.
-        mean = torch.tensordot(share[among], self.blocks[among], dims=1)
+        mean = torch.tensordot(shares[among], self.blocks[among], dims=1)
         apart = self.blocks[members] - mean
         personal = (apart @ basis) @ basis.T
         noise = self._outside(members) if self.irregular and number > 1 else self.noise

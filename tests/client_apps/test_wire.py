@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 from client_apps.wire import decode, encode
+from tests import npy_files
 
 ARRAYS = [
     np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -67,3 +69,43 @@ def test_what_is_no_array_is_refused(data: bytes) -> None:
 def test_damaged_data_is_refused(change: Any) -> None:
     with pytest.raises(ValueError, match=r"bytes of data for an array of shape \(2, 3\), which takes 24; the message"):
         decode(change(saved(ARRAYS[0])))
+
+
+def stating(shape: object, descr: str = "'<f4'", body: bytes = b"") -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode("latin1")
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        stating((0, 2**70)),
+        stating((-2, -3), body=bytes(24)),
+        stating("(True, 2)", body=bytes(8)),
+        stating("(2L,)", body=bytes(8)),
+        stating((1,) * 64, body=bytes(4)),
+        stating("(" * 1500 + ")" * 1500),
+        stating((2,), "'<U0'"),
+        stating((2,), "[('a', '|O')]", bytes(16)),
+        stating((2,), "'a4'", bytes(8)),
+        stating((2,), r"'\d'", bytes(8)),
+        b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little") + b"{}",
+        b"\x93NUMPY\x03\x00" + stating((2,))[8:],
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_headers_that_no_sender_of_numbers_writes_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^Received ") as error:
+        decode(data)
+    assert "\n" not in str(error.value)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(npy_files.anything)
+@pytest.mark.filterwarnings("error")
+def test_bytes_are_refused_or_read_as_numpy_reads_them(data: bytes) -> None:
+    try:
+        array = decode(data)
+    except ValueError:
+        return
+    npy_files.require_as_numpy_reads(array, data)

@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -232,16 +233,21 @@ def test_tuning_and_the_table_by_command_line_and_once_more(tmp_path):
     chosen = best["craft"]["settings"]
     assert (ran["client"]["lr"], ran["strategy"]["server_lr"]) == (chosen["client.lr"], chosen["strategy.server_lr"])
 
-    # As after a crash: one cell was killed. It begins anew, gives the same, and the others stay as they are.
-    (sweep / "fedavg/seed1/status.json").unlink()
+    # As after a crash: two cells were killed. One goes on from its checkpoint, one that has none begins anew; both give
+    # the same, and the others stay as they are.
+    for cell in ("fedavg/seed0", "fedavg/seed1"):
+        (sweep / cell / "status.json").unlink()
+    shutil.rmtree(sweep / "fedavg/seed1/checkpoints")
     kept = {path: path.stat().st_mtime_ns for path in sweep.glob("*/seed?/metrics.jsonl")}
     found = run(*words)
     assert found.returncode == 0, found.stdout
-    assert found.stdout.count("Skipped") == 3
+    assert found.stdout.count("Skipped") == 2
     assert "fedavg/seed1 (was killed, or is damaged) was moved to seed1.aside1" in " ".join(found.stdout.split())
     again = {path for path, time in kept.items() if path.stat().st_mtime_ns != time}
-    assert again == {sweep / "fedavg/seed1/metrics.jsonl"}
-    assert json.loads((sweep / "fedavg/seed1/status.json").read_text())["status"] == "finished"
+    assert again == {sweep / "fedavg/seed0/metrics.jsonl", sweep / "fedavg/seed1/metrics.jsonl"}
+    for cell in ("fedavg/seed0", "fedavg/seed1"):
+        assert json.loads((sweep / cell / "status.json").read_text())["status"] == "finished"
+    assert not list(sweep.glob("fedavg/seed0.aside*"))
     assert (sweep / "fedavg/seed1.aside1/metrics.jsonl").exists()
     measured = {name for name in first[0] if not name.startswith("seconds")}
     assert [{n: row[n] for n in measured} for row in table(sweep)] == [{n: row[n] for n in measured} for row in first]

@@ -327,10 +327,27 @@ class TakesMissingForZero(FedAvg):
         return super().aggregate_fit(server_round, results, failures)
 
 
+class CountsExamples(FedAvg):
+    """Weights by what clients claim."""
+
+    def solve_layer(self, updates, layer):
+        counts = torch.tensor(updates.num_examples, dtype=torch.float64, device=updates.device)
+        return updates.combine(layer, counts / counts.sum())
+
+
+class TakesAnyLength(FedAvg):
+    """Forgets an option."""
+
+    def __init__(self, *, clip_to_median=None, **common):
+        super().__init__(**common)
+
+
 BROKEN = [
     (TakesAnything, "unusable_clients_are_left_out", "accepted"),
     (ClipsItsInput, "huge_numbers_are_rejected", "1e170"),
     (CountsTwice, "duplicates_count_once", "second of two results"),
+    (CountsExamples, "an_inflated_count_has_the_largest_share", "10\\^15 examples"),
+    (TakesAnyLength, "a_long_update_is_cut_to_length", "3 times"),
     (FirstComeFirstServed, "the_order_of_arrival_changes_no_bit", "same bits in any order"),
     (FavoursItsFirstClient, "client_ids_do_not_matter", "under other client ids"),
     (OneOfManyAlike, "identical_clients_go_where_one_goes", "a cosine of"),

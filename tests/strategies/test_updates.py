@@ -190,7 +190,7 @@ def nan(value):
         (bad(lambda a: [a[0] + 1j, *a[1:]]), "complex64 is not a number"),
         (bad(lambda a: [np.full((4, 3), 1e39), *a[1:]]), "too large for the model's float32"),
         (bad(lambda a: [*a[:3], np.array(2**64 - 1, np.uint64)]), "too large for the model's int64"),
-        (result("bad", Parameters([b"junk"] * 4, "numpy.ndarray")), "tensor 0: not a .npy array"),
+        (result("bad", Parameters([b"junk"] * 4, "numpy.ndarray")), "tensor 'tensor0': not a .npy array"),
         (result("bad", trained(model(), 1)[0], 0), "num_examples is 0"),
         (result("bad", trained(model(), 1)[0], -1), "num_examples is -1"),
         (result("bad", trained(model(), 1)[0], float("nan")), "num_examples is nan"),

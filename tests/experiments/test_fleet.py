@@ -1,0 +1,231 @@
+"""Fleets on loopback: docs/deploy.md as it stands, and the demo with its accident; nothing is left of either."""
+
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from experiments.fleet.keys import make_keys
+from experiments.processes import ProcessTree, free_port, wait_for
+
+from .cli import ROOT, command, rounds, run
+from .contained import LEFT
+from .marked import processes_with
+
+PAGE = (ROOT / "docs" / "deploy.md").read_text()
+PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+SECONDS = 900  # two fleets at once on a slow machine
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes through /proc")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo, running in the background: it mostly waits, and the page's commands run meanwhile."""
+    base = tmp_path_factory.mktemp("demo")
+    folder, out = base / "fleet", base / "out.txt"
+    with out.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.fleet", "--rounds", "3", "--keep", str(folder)],
+            cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200"},
+        )  # fmt: skip
+    try:
+        yield SimpleNamespace(process=process, folder=folder, text=out.read_text)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def consecutive_ports(count: int) -> int:
+    """The first of so many ports that are free now."""
+
+    def found() -> int:
+        first = free_port()
+        if first + count > 65535:
+            return 0
+        for port in range(first + 1, first + count):
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", port)) == 0:
+                    return 0
+        return first
+
+    return wait_for(found, 10, "no free ports", interval=0)
+
+
+@needs_proc
+@pytest.mark.timeout(SECONDS)
+def test_a_node_without_a_registered_key_gets_no_work(demo, tmp_path):
+    folder = demo.folder
+    wait_for(
+        lambda: "SuperNodes online" in demo.text() or demo.process.poll() is not None, 300, "the demo is not online"
+    )
+    (port,) = re.findall(r"SuperLink on 127\.0\.0\.1:(\d+)", demo.text())
+    make_keys(tmp_path, hosts=(), nodes=1)
+    words = [
+        str(Path(sys.executable).with_name("flower-supernode")), "--superlink", f"127.0.0.1:{port}",
+        "--root-certificates", str(folder / "keys" / "ca.pem"), "--port", str(free_port()),
+        "--auth-supernode-private-key", str(tmp_path / "node-0"), "--max-retries", "0",
+    ]  # fmt: skip
+    log = tmp_path / "log"
+    with ProcessTree() as tree:  # its helper process notices only that a parent's id is gone, so no pipe may be waited for
+        process = tree.start(words, log=log, environment={"PATH": PATH, "FLWR_HOME": str(tmp_path)})
+        assert process.wait(120) != 0
+    assert "Failed to initialize the connection to the SuperLink" in log.read_text()
+    assert "XXX" in log.read_text()
+
+
+@needs_proc
+@pytest.mark.timeout(SECONDS)
+def test_every_command_of_the_page(demo, tmp_path):
+    script = tmp_path / "page.sh"
+    blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == len(re.findall(r"^```\w+$", PAGE, re.MULTILINE)) == 11  # there is no other code on the page
+    script.write_text("\n".join(blocks))
+    fleet = tmp_path / "fleet"
+    environment = {
+        "FLEET": str(fleet), "FLWR_HOME": str(tmp_path / "flwr"), "HOST": "127.0.0.1", "LISTEN": "127.0.0.1",
+        "PORT": str(free_port()), "NODE_PORT": str(consecutive_ports(2)), "NODES": "2", "ROUNDS": "1", "PATH": PATH,
+    }  # fmt: skip
+    done = command(
+        sys.executable, "-m", "tests.experiments.contained", "bash", "-eux", "-o", "pipefail", str(script),
+        timeout=SECONDS, **environment,
+    )  # fmt: skip
+    logs = "".join(f"\n{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(fleet.glob("*.log")))
+    assert done.returncode != LEFT, done.stdout
+    assert done.returncode == 0, done.stdout + logs
+    assert processes_with(str(tmp_path)) == []
+    assert len(re.findall(r"^run \d+ finished:completed$", done.stdout, re.MULTILINE)) == 2
+    records = rounds(fleet / "run-1")
+    assert [r["round"] for r in records] == [0, 1, 2]
+    assert [r["clients_accepted"] for r in records[1:]] == [2, 2]
+    assert json.loads((fleet / "run-1" / "status.json").read_text())["status"] == "finished"
+
+    # Two nodes, interrupted in between, and the same bits as in one process.
+    (words,) = re.findall(r'overrides=\\"([^"]*?)resume=auto\\"', PAGE)
+    words = words.replace("\\\n", " ").replace("$NODES", "2").replace("$((ROUNDS + 1))", "2").split()
+    direct = tmp_path / "direct"
+    done = run(*words, "simulation=serial", f"output_dir={direct}")
+    assert done.returncode == 0, done.stdout
+    assert (direct / "model.safetensors").read_bytes() == (fleet / "run-1" / "model.safetensors").read_bytes()
+
+
+@needs_proc
+@pytest.mark.timeout(SECONDS)
+def test_a_node_is_killed_in_the_middle_of_a_round_and_comes_back(demo):
+    assert demo.process.wait(SECONDS) == 0, demo.text()
+    assert processes_with(str(demo.folder)) == []
+    text = demo.text()
+    assert "SuperNode 2 killed (kill -9) while it trains in round 2" in text
+    assert re.search(r"round 2 ended without it, \d+ s after its death; starting it again", text)
+    assert "SuperNode 2 is back, " in text
+    _, first, second, third = rounds(demo.folder / "run")
+    assert [r["clients_accepted"] for r in (first, second, third)] == [3, 2, 3]
+    assert [r["clients_failed"] for r in (first, second, third)] == [0, 1, 0]
+    assert "failed to report a heartbeat" in second["failure_reasons"]
+    assert not any(r["failed_round"] for r in (first, second, third))
+    assert text.rstrip().endswith(str(demo.folder / "run"))
+    assert re.search(r"│ 2 +│[^│]*│ 2 +│ 1 +│.*Node Unavailable", text)  # the table at the end
+
+
+def test_make_fleet_is_the_demo():
+    assert re.search(
+        r"^fleet: .*## .*\n\t\$\(BIN\)/python -m experiments\.fleet ", (ROOT / "Makefile").read_text(), re.M
+    )
+
+
+def test_a_demo_that_is_ended_leaves_nothing(tmp_path):
+    folder = tmp_path / "fleet"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "experiments.fleet", "--keep", str(folder)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        wait_for((folder / "superlink.log").exists, 120, "the SuperLink was not started")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGINT
+        assert f"ended by SIGINT; what there is lies in {folder}" in out
+        assert processes_with(str(folder)) == []
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_a_folder_that_is_not_empty_is_refused(tmp_path):
+    (tmp_path / "mine").touch()
+    done = command(sys.executable, "-m", "experiments.fleet", "--keep", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stdout == f"{tmp_path} is not empty; name a new folder.\n"
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("keys") / "keys"
+    made = make_keys(folder, hosts=["superlink.example.org", "10.1.2.3"], nodes=2)
+    assert sorted(made) == sorted(p.name for p in folder.iterdir())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [("superlink.example.org", True), ("10.1.2.3", True), ("localhost", True), ("127.0.0.1", True),
+     ("other.example.org", False), ("10.1.2.4", False)],
+)  # fmt: skip
+def test_the_certificate_holds_for_the_names_asked_for_and_no_other(keys, name, good):
+    ours, theirs = socket.socketpair()
+    server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.load_cert_chain(keys / "superlink.pem", keys / "superlink.key")
+    client = ssl.create_default_context(cafile=str(keys / "ca.pem"))
+
+    def serve() -> None:
+        try:
+            server.wrap_socket(theirs, server_side=True).close()
+        except (ssl.SSLError, OSError):
+            theirs.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        if good:
+            client.wrap_socket(ours, server_hostname=name).close()
+        else:
+            with pytest.raises(ssl.SSLCertVerificationError):
+                client.wrap_socket(ours, server_hostname=name)
+    finally:
+        ours.close()
+        thread.join()
+
+
+def test_keys_are_pairs_that_only_their_owner_can_read(keys):
+    for number in range(2):
+        private = load_ssh_private_key((keys / f"node-{number}").read_bytes(), None)
+        public = load_ssh_public_key((keys / f"node-{number}.pub").read_bytes())
+        assert private.public_key().public_numbers() == public.public_numbers()
+    assert (keys / "node-0.pub").read_text() != (keys / "node-1.pub").read_text()
+    assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o600}
+
+
+def test_more_nodes_leave_the_others_alone(tmp_path):
+    make_keys(tmp_path, hosts=["a.example.org"], nodes=1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert make_keys(tmp_path, hosts=["a.example.org"], nodes=2) == ["node-1", "node-1.pub"]
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    with pytest.raises(ValueError, match=r"superlink\.pem does not name b\.example\.org; make all keys anew"):
+        make_keys(tmp_path, hosts=["b.example.org"], nodes=1)
+
+
+def test_a_fleet_of_no_nodes_is_refused_before_anything_is_written(tmp_path):
+    done = command(sys.executable, "-m", "experiments.fleet", "keys", str(tmp_path / "keys"), "--nodes", "0")
+    assert done.returncode == 1
+    assert done.stdout == "no keys made: there must be at least one node and one day, not nodes=0 and days=365.\n"
+    assert not (tmp_path / "keys").exists()

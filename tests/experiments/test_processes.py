@@ -1,0 +1,83 @@
+"""What a ProcessTree starts never outlives it, however it is left."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from .cli import ROOT, command
+from .marked import processes_with
+
+pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes through /proc")
+
+START = """
+import sys
+from experiments.processes import Ended, ProcessTree
+try:
+    with ProcessTree() as tree:
+        first = tree.start(["bash", "-c", {shell!r}], pipe=True)
+        print(first.stdout.readline(), end="", flush=True)
+        {then}
+except Ended as ended:
+    sys.exit(128 + ended.number)
+"""
+
+
+@pytest.fixture
+def mark() -> str:
+    return f"mark-{uuid.uuid4().hex}"
+
+
+def script(shell: str, then: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(START).format(shell=shell, then=then)]
+
+
+# A child in a session of its own, whose parent is gone or is killed; one that does not listen to SIGTERM.
+ORPHAN = "setsid sleep 1000 & echo ready"
+STUBBORN = "trap '' TERM; echo ready; sleep 1000 & while true; do wait; done"
+
+
+@pytest.mark.parametrize(
+    ("shell", "then", "status"),
+    [
+        (ORPHAN, "first.wait()", 0),
+        (ORPHAN, "raise SystemExit(7)", 7),
+        ("setsid sleep 1000 & echo ready; wait", "tree.kill(first, grace=0.5)", 0),
+        (STUBBORN, "tree.end(first, grace=0.5)", 0),
+    ],
+)
+def test_nothing_is_left(mark, shell, then, status):
+    done = command(*script(shell, then), MARK=mark)
+    assert done.stdout == "ready\n"
+    assert done.returncode == status
+    assert processes_with(mark) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_nothing_is_left_after_a_signal(mark, number):
+    words = ["env", f"MARK={mark}", *script("setsid sleep 1000 & echo ready; sleep 1000", "first.wait()")]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        assert len(processes_with(mark)) >= 3
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert processes_with(mark) == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_children_of_a_killed_process_are_no_zombies_to_those_who_wait_for_them(mark):
+    """Flower's programs end when their parent's id is gone, which the id of a zombie is not."""
+    shell = "sleep 1000 & (parent=$!; echo ready; while kill -0 $parent; do sleep 0.1; done) 2>/dev/null & wait"
+    began = time.monotonic()
+    done = command(*script(shell, "import os, signal; os.kill(tree.alive(first)[1], 9); first.wait()"), MARK=mark)
+    assert done.returncode == 0, done.stdout
+    assert time.monotonic() - began < 60
+    assert processes_with(mark) == []
