@@ -44,7 +44,8 @@ class ProcessTree:
     Flower's programs start others in sessions of their own, and those outlive a parent that was killed. On Linux this
     process therefore adopts the orphans among its descendants, so that none gets out of sight. Elsewhere only the
     process groups of what was started here are ended. Use it in a program's main thread: while the context is open,
-    SIGINT, SIGTERM and SIGHUP raise `Ended` there, and while it closes they wait.
+    SIGINT, SIGTERM and SIGHUP raise `Ended` there, and while it closes they wait. All children are taken note of here
+    when they end, so nobody else can wait for one: start none meanwhile but with `start`.
     """
 
     def __init__(self) -> None:
@@ -54,8 +55,7 @@ class ProcessTree:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _adopt(True)
         self._handlers = {number: signal.signal(number, _end) for number in _ENDING}
         threading.Thread(target=self._reap_for_ever, daemon=True).start()
         return self
@@ -64,6 +64,7 @@ class ProcessTree:
         with _held():
             self.end()
             self._closed.set()
+        _adopt(False)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -201,6 +202,11 @@ def wait_for(ready: Callable[[], Any], seconds: float, what: str, interval: floa
             raise TimeoutError(f"{what} within {seconds:g} s.")
         time.sleep(interval)
     return value
+
+
+def _adopt(orphans: bool) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
 
 
 def _end(number: int, _: FrameType | None) -> None:

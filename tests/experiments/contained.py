@@ -1,7 +1,6 @@
 """`python -m tests.experiments.contained COMMAND...`: runs it, tells what it leaves behind, and ends that."""
 
 import contextlib
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +13,7 @@ SECONDS = 60
 
 def main() -> int:
     with ProcessTree() as tree:
-        done = subprocess.run(sys.argv[1:], check=False)
+        status = tree.start(sys.argv[1:]).wait()
         limit = time.monotonic() + SECONDS
         while (left := tree.alive()) and time.monotonic() < limit:
             time.sleep(0.2)
@@ -23,7 +22,7 @@ def main() -> int:
                 words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
                 sys.stdout.write(f"left behind: {words}\n")
                 sys.stdout.flush()
-    return done.returncode or (LEFT if left else 0)
+    return status or (LEFT if left else 0)
 
 
 if __name__ == "__main__":

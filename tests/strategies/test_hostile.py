@@ -588,6 +588,19 @@ def test_replays_count_once():
     assert alone.tensors != initial().tensors
 
 
+def test_only_one_model_of_several_clients_is_taken_for_secure_aggregation():
+    """Neither clients that all send nothing, nor one reply that came twice."""
+    nothing = [fit(str(i), parameters=None) for i in range(3)]
+    _, metrics = CRAFT(initial_parameters=initial()).aggregate_fit(1, nothing, [])
+    assert (metrics["clients_rejected"], metrics["failed_round"]) == (3, True)
+    one = fit("0")
+    assert CRAFT(initial_parameters=initial()).aggregate_fit(1, [one, one], [])[1]["failed_round"] is False
+    shared = [fit(str(i), parameters=one[1].parameters) for i in range(3)]
+    assert FedAvg(initial_parameters=initial()).aggregate_fit(1, shared, [])[1]["failed_round"] is False
+    with pytest.raises(ValueError, match="clip_to_median needs each client's own update"):
+        FedAvg(initial_parameters=initial(), clip_to_median=3).aggregate_fit(1, shared, [])
+
+
 # ---- what it costs to say no ------------------------------------------------------------------------------------
 
 
