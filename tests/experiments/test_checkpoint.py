@@ -112,7 +112,7 @@ def same(one: Any, other: Any) -> None:
 
 LINEAR = (
     "dataset=linear", "task=regression", "model=linear", "evaluation=federated", "strategy=clair",
-    "clients_per_round=8", "~model.hidden",
+    "clients_per_round=8", "dataset.p=8", "dataset.q=5", "dataset.rank=1", "~model.hidden",
 )  # fmt: skip
 VARIANTS: dict[str, tuple[str, ...]] = {
     "craft": ("strategy=craft",),

@@ -14,9 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from flwr.app import Context, RecordDict
 
+from client_apps import make_client_app
+from client_apps.errors import ConfigError
+from experiments.config import check, compose
+from experiments.engine import SerialGrid
 from experiments.fleet.keys import make_keys
 from experiments.processes import free_port, wait_for
+from experiments.server_app import make_server_app
 
 from .cli import ROOT, command, rounds, run
 from .contained import LEFT
@@ -163,6 +169,32 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     done = command(sys.executable, "-m", "experiments.fleet", "--keep", str(tmp_path))
     assert done.returncode == 2
     assert done.stdout == f"{tmp_path} is not empty; name a new folder.\n"
+
+
+def serve(folder: Path, nodes: int, *overrides: str) -> list[dict]:
+    """The records of a run over so many nodes, in this process."""
+    cfg = compose(["num_clients=4", "num_rounds=1", "tracking.progress=false", f"output_dir={folder}", *overrides])
+    grid = SerialGrid(make_client_app(cfg), nodes)
+    context = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=RecordDict(), run_config={})
+    make_server_app(cfg, check(cfg))(grid, context)
+    return rounds(folder)
+
+
+def test_a_run_goes_on_with_fewer_nodes_where_min_available_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.server_app._JOIN_SECONDS", 0.0)
+    with pytest.raises(ConfigError, match=r"the federation has 3 nodes but num_clients=4; make them equal"):
+        serve(tmp_path / "a", 3, "clients_per_round=4")
+    with pytest.raises(ConfigError, match=r"the federation has 1 nodes but num_clients=4 and min_available=2; "):
+        serve(tmp_path / "b", 1, "clients_per_round=4", "min_available=2")
+    assert serve(tmp_path / "c", 3, "clients_per_round=4", "min_available=2")[1]["clients_accepted"] == 3
+    assert serve(tmp_path / "d", 4, "clients_per_round=4", "min_available=2")[1]["clients_accepted"] == 4
+    assert serve(tmp_path / "e", 3, "clients_per_round=2", "min_available=3")[1]["clients_accepted"] == 2
+
+
+@pytest.mark.parametrize("value", ["0", "5", "2.5", "true"])
+def test_min_available_out_of_range_is_refused(value):
+    with pytest.raises(ConfigError, match=r"min_available=.* must be an integer from 1 to num_clients=4, or null"):
+        check(compose(["num_clients=4", "clients_per_round=4", f"min_available={value}", "output_dir=x"]))
 
 
 @pytest.fixture(scope="module")
