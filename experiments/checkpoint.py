@@ -42,6 +42,7 @@ from strategies.checkpoint import (
     first_difference,
     list_checkpoints,
     newest,
+    require_in_line,
     require_same_model,
     require_unused,
 )
@@ -115,7 +116,13 @@ def find_start(cfg: Mapping[str, Any], task: Task) -> Start:
     whole = resume == AUTO or Path(resume).resolve() != checkpoint.path.resolve()
     if whole and checkpoint.path.parent.name == FOLDER and is_finished(run, cfg["num_rounds"]):
         raise NothingToDo(f"Nothing to do: the run in {run} has finished its {cfg['num_rounds']} rounds.")
-    return Start(checkpoint, in_place=checkpoint.path.resolve().parent == (own / FOLDER).resolve())
+    in_place = checkpoint.path.resolve().parent == (own / FOLDER).resolve()
+    if in_place:
+        try:
+            require_in_line(checkpoint)
+        except ValueError as error:
+            raise ConfigError(f"resume={resume}: {error}") from error
+    return Start(checkpoint, in_place=in_place)
 
 
 def _named(path: Path) -> Checkpoint:

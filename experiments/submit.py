@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import ssl
 import subprocess
 import sys
@@ -402,6 +403,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Ended as ended:
         sys.stderr.write(f"ended by {ended}\n")
         return SIGNALLED + ended.number
+    except BrokenPipeError:  # nobody reads on, as with `| head`: as for the signal that others get then
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+        return SIGNALLED + signal.SIGPIPE
 
 
 def seconds(text: str) -> float:

@@ -112,6 +112,9 @@ class Checkpoint:
         ]
         if lost:
             raise DamagedCheckpoint(f"{path} is damaged: {STATE} lacks {lost[0]}.")
+        name = _NAME.fullmatch(path.name)
+        if name and int(name[1]) != content["round"]:
+            raise DamagedCheckpoint(f"{path} holds round {content['round']}, so somebody has renamed it; name it so.")
         return cls(path, content)
 
     @property
@@ -194,9 +197,8 @@ class CheckpointFolder:
                 f"checkpoints cannot be written to {self.path} ({error.strerror or error}); choose another folder, or "
                 "make this one writable."
             ) from error
-        self.close = weakref.finalize(self, os.close, lock)
+        self.close = weakref.finalize(self, _let_go, _hold(lock, self.path))
         """Let go of the folder; done, too, when this object is."""
-        _claim(lock, self.path)
         for entry in list(self.path.iterdir()):
             if _LEFTOVER.fullmatch(entry.name):  # of a writer that was killed
                 shutil.rmtree(entry, ignore_errors=True)
@@ -382,8 +384,19 @@ def _why(path: Path) -> str:
     return ""
 
 
+def require_in_line(checkpoint: Checkpoint) -> None:
+    """Raise ValueError, in one sentence, if a run cannot go on in place from a checkpoint that was set aside."""
+    if not _NAME.fullmatch(checkpoint.path.name):
+        raise ValueError(
+            f"{checkpoint.path} was set aside, and others took its place: go on from it in another folder, or move "
+            f"those away and rename it to round-{checkpoint.round:06d}."
+        )
+
+
 def require_unused(folder: Path) -> None:
     """Raise OSError, in one sentence, if another process is at work in a folder of checkpoints."""
+    if _holds(folder):
+        return
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR)
     except OSError:  # nobody has ever been
@@ -522,6 +535,8 @@ def _write(folder: Path, number: int, parameters: Parameters, strategy: Any, con
     }
     # As safetensors takes them: it would write the columns of others for their rows.
     tensors = {name: np.asarray(array, order="C") for name, array in zip(names, arrays, strict=True)}
+    if "__metadata__" in tensors:
+        raise ValueError("a tensor called '__metadata__' cannot be saved, as safetensors means something else by it.")
     safetensors.numpy.save_file(tensors, folder / MODEL)
     safetensors.torch.save_file({key: tensor.contiguous() for key, tensor in memory.items()}, folder / MEMORY)
     try:
@@ -598,6 +613,39 @@ def _set_aside(path: Path) -> Path:
     return aside
 
 
+_held: dict[Path, list[int]] = {}
+"""The folders that this process keeps others out of: the lock file's descriptor, for how many, and the process."""
+
+
+def _holds(folder: Path) -> bool:
+    held = _held.get(folder.resolve())
+    return held is not None and held[2] == os.getpid()  # not in a fork of it
+
+
+def _hold(lock: int, folder: Path) -> Path:
+    """Keep other processes out of a folder, until `_let_go` has been called as often; take over its lock file."""
+    key = folder.resolve()
+    if _holds(folder):
+        os.close(lock)
+        _held[key][1] += 1
+        return key
+    try:
+        _claim(lock, folder)
+    except OSError:
+        os.close(lock)
+        raise
+    _held[key] = [lock, 1, os.getpid()]
+    return key
+
+
+def _let_go(key: Path) -> None:
+    held = _held[key]
+    held[1] -= 1
+    if not held[1]:
+        del _held[key]
+        os.close(held[0])
+
+
 def _claim(lock: int, folder: Path) -> None:
     """Keep other processes out of a folder for as long as its lock file is open; kill -9 ends that, too."""
     try:
@@ -605,7 +653,8 @@ def _claim(lock: int, folder: Path) -> None:
     except ImportError:  # no POSIX: nobody is kept out
         return
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Not lockf, whose locks end with the first of the process's descriptors of the file that is closed.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         raise OSError(f"another process is at work in {folder}; wait for it, or choose another folder.") from error
     except OSError as error:  # a file system without locks

@@ -20,6 +20,7 @@ from .checkpoint import (
     first_difference,
     list_checkpoints,
     options_of,
+    require_in_line,
     require_same_model,
 )
 from .options import is_real, require
@@ -111,6 +112,7 @@ class Checkpointed(Strategy):
         self.strategy = strategy
         self.resumed: Parameters | None = None
         self.rounds_done = 0
+        self.observes_clients = True  # MessageStrategy, which knows more of what clients report, tells it instead
         self._every = every
         self._num_rounds = num_rounds
         self._metric = metric or "loss"
@@ -139,6 +141,7 @@ class Checkpointed(Strategy):
         checkpoint = find(folder) if resume == AUTO else find(Path(resume))
         self._check(checkpoint)
         if checkpoint.path.resolve().parent == folder.resolve():
+            require_in_line(checkpoint)
             self._load(checkpoint)
             own.set_aside_after(checkpoint.round)
         else:
@@ -192,8 +195,26 @@ class Checkpointed(Strategy):
     def configure_fit(
         self, server_round: int, parameters: Parameters, client_manager: ClientManager
     ) -> list[tuple[ClientProxy, FitIns]]:
-        """Delegate, and note the global model."""
-        self._number(server_round)
+        """Delegate, and note the global model.
+
+        Raises
+        ------
+        ValueError
+            If the round has been run before, or its model is not the one that was resumed from or aggregated last.
+        """
+        number = self._number(server_round)
+        if number <= self.rounds_done:
+            raise ValueError(
+                f"round {number} has been run, {self.rounds_done} is the last one: a Checkpointed serves one run; make "
+                f"a new one for another, with resume={AUTO!r} to go on, or in another folder."
+            )
+        if self._parameters is not None and not _same(parameters, self._parameters):
+            whence = "resumed from" if self.resumed is not None and self.resumed is self._parameters else "saved"
+            raise ValueError(
+                f"round {number} begins with another model than the one {whence}: start it from `resumed` (behind "
+                "MessageStrategy: from `starting_arrays(initial_arrays)`), and change nothing between rounds, as "
+                "Flower's differential privacy wrappers on the server do, under which checkpoints cannot be resumed."
+            )
         self._parameters = parameters
         return self.strategy.configure_fit(server_round, parameters, client_manager)
 
@@ -240,7 +261,8 @@ class Checkpointed(Strategy):
     ) -> tuple[float | None, dict[str, Scalar]]:
         """Delegate, and note what the model scored."""
         loss, metrics = self.strategy.aggregate_evaluate(server_round, results, failures)
-        self.observe(server_round, {**({} if loss is None else {"loss": loss}), **metrics})
+        if self.observes_clients:
+            self.observe(server_round, {**({} if loss is None else {"loss": loss}), **metrics})
         return loss, metrics
 
     def observe(self, server_round: int, metrics: Mapping[str, Scalar]) -> None:
@@ -256,6 +278,13 @@ class Checkpointed(Strategy):
         if self._offset is None:
             self._offset = self.rounds_done + 1 - server_round
         return server_round + self._offset
+
+
+def _same(one: Parameters, other: Parameters) -> bool:
+    return one is other or (
+        len(one.tensors) == len(other.tensors)
+        and all(a is b or bytes(a) == bytes(b) for a, b in zip(one.tensors, other.tensors, strict=True))
+    )
 
 
 def _require_empty(folder: Path, there: list[tuple[int, Path]], remedy: str) -> None:

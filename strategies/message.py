@@ -30,9 +30,9 @@ from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 from .base import RoundsFailed, UpdateStrategy
 from .layers import LayerMap
 from .nodes import Asked, GridClientManager
-from .options import require
+from .options import is_integer, is_real, require
 from .records import NUMPY, NamedModel, config_record, metric_record
-from .replies import Reply, UnusableReply, read_evaluation, read_fit, weighted_means
+from .replies import RESERVED, Reply, UnusableReply, read_evaluation, read_fit, weighted_means
 from .updates import one_line
 
 logger = logging.getLogger(__name__)
@@ -132,6 +132,9 @@ class MessageStrategy(Strategy):
         self.weighted_by_key = weighted_by_key
         self.arrayrecord_key = arrayrecord_key
         self.configrecord_key = configrecord_key
+        for each in _nested(strategy):
+            if "observes_clients" in vars(each):  # it is told here, where all that clients report is known
+                each.observes_clients = False  # type: ignore[attr-defined]
         self.reports: dict[int, dict[str, Scalar]] = {}
         self.result: Result | None = None
         self._manager: GridClientManager | None = None
@@ -139,6 +142,8 @@ class MessageStrategy(Strategy):
         self._named: LayerMap | None = None  # the layers given to a strategy that had none
         self._asked: dict[str, Asked] = {}  # by message type
         self._ttl: float | None = None
+        self._running = False  # in `start`
+        self._measured: dict[str, Scalar] = {}  # by the clients in the current round of `start`
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.strategy!r})"
@@ -233,7 +238,7 @@ class MessageStrategy(Strategy):
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
         """Average what clients report of an evaluation.
 
-        A reply needs `num-examples`, and, where others have one, a loss (`loss`, `eval_loss`, `val-loss`, ...).
+        A reply needs `num-examples`, and, where most others have one, a loss (`loss`, `eval_loss`, `val-loss`, ...).
 
         Returns
         -------
@@ -245,17 +250,25 @@ class MessageStrategy(Strategy):
         if not asked:
             return None
         read, failures = self._sort(asked, replies, partial(read_evaluation, weighted_by_key=self.weighted_by_key))
-        if any(reply.has_loss for _, reply in read):
+        # The majority decides: one client alone must not make a loss the rule, and everybody else's reply unusable.
+        with_loss = 2 * sum(reply.has_loss for _, reply in read) > len(read)
+        if with_loss:
             for client, _ in [pair for pair in read if not pair[1].has_loss]:
                 failures.append(NoResult(f"client {client.cid}: it reports no loss"))
             read = [pair for pair in read if pair[1].has_loss]
+        else:
+            read = [(client, reply.without_loss()) for client, reply in read]
         _flower.info("aggregate_evaluate: received %d results and %d failures", len(read), len(failures))
         results = [(client, reply.result) for client, reply in read]
         with _overhearing(self.strategy, "evaluate_metrics_aggregation_fn") as heard:
             loss, metrics = self.strategy.aggregate_evaluate(server_round, results, failures)
         found: dict[str, Scalar] = {**self._means(_accepted(heard, results), read), **metrics}
-        if loss is not None and any(reply.has_loss for _, reply in read):
+        if loss is not None and with_loss:
             found["loss"] = loss
+        if self._running:
+            self._measured = found  # what the server measures comes first
+        else:
+            self._observe(server_round, found)
         return metric_record(found) if found else None
 
     # ---- a run ----------------------------------------------------------------------------------------------------
@@ -277,6 +290,21 @@ class MessageStrategy(Strategy):
         _flower.info("\t\t├── Weighted by: '%s'", self.weighted_by_key)
         _flower.info("\t\t├── ArrayRecord key: '%s'", self.arrayrecord_key)
         _flower.info("\t\t└── ConfigRecord key: '%s'", self.configrecord_key)
+
+    def starting_arrays(self, initial_arrays: ArrayRecord) -> ArrayRecord:
+        """Return what a run starts from: the model of the run that it goes on with, or `initial_arrays` without one.
+
+        `start` does this by itself. Where something else starts the run, such as Flower's differential privacy
+        wrappers, pass it what this returns.
+
+        Raises
+        ------
+        ValueError
+            If `initial_arrays` is empty or cannot be used, or is another model than that of the earlier run.
+        """
+        model = self._read(initial_arrays)
+        resumed: Parameters | None = getattr(self.strategy, "resumed", None)
+        return (model if resumed is None else self._resumed(model, resumed)).record()
 
     def start(
         self,
@@ -326,6 +354,9 @@ class MessageStrategy(Strategy):
             If `initial_arrays` is empty or cannot be used.
         """
         began = time.monotonic()
+        require("num_rounds", num_rounds, "an integer of at least 0", is_integer(num_rounds) and num_rounds >= 0)
+        positive = timeout is None or (is_real(timeout) and timeout > 0)
+        require("timeout", timeout, "a number of seconds above 0, or None", positive)
         model = self._read(initial_arrays)
         # Only once: what is started again goes on from the arrays that are given.
         resumed: Parameters | None = getattr(self.strategy, "resumed", None) if self.result is None else None
@@ -338,7 +369,7 @@ class MessageStrategy(Strategy):
         if resumed is not None:
             _flower.info("Resuming after round %d", done)
         result = self.result = Result(arrays=self._shown(arrays))
-        self._ttl = timeout
+        self._ttl, self._running = timeout, True
         try:
             self._evaluate_centrally(done, arrays, evaluate_fn, result)
             for number in range(done + 1, done + num_rounds + 1):
@@ -362,8 +393,10 @@ class MessageStrategy(Strategy):
                     _flower.info("\t└──> Aggregated MetricRecord: %s", evaluated)
                     result.evaluate_metrics_clientapp[number] = evaluated
                 self._evaluate_centrally(number, arrays, evaluate_fn, result)
+                if evaluated is not None:
+                    self._observe(number, self._measured)
         finally:
-            self._ttl = None
+            self._ttl, self._running = None, False
         _flower.info("")
         _flower.info("Strategy execution finished in %.2fs", time.monotonic() - began)
         _flower.info("Final results:")
@@ -376,15 +409,20 @@ class MessageStrategy(Strategy):
     ) -> None:
         if evaluate_fn is not None:
             metrics = evaluate_fn(number, self._shown(arrays))
-            observe = getattr(self.strategy, "observe", None)
-            if metrics is not None and observe is not None:
-                observe(number, {key: value for key, value in metrics.items() if not isinstance(value, list)})
+            if metrics is not None:
+                self._observe(number, {key: value for key, value in metrics.items() if not isinstance(value, list)})
         else:
             found = self.strategy.evaluate(number, self._read(arrays).parameters)
             metrics = None if found is None else metric_record({"loss": found[0], **found[1]})
         if metrics is not None:
             _flower.info("Global evaluation, round %d: %s", number, metrics)
             result.evaluate_metrics_serverapp[number] = metrics
+
+    def _observe(self, number: int, metrics: Mapping[str, Scalar]) -> None:
+        """Tell a strategy that wants to know (`Checkpointed`) what a round's model has scored."""
+        observe = getattr(self.strategy, "observe", None)
+        if observe is not None:
+            observe(number, metrics)
 
     def _shown(self, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model to evaluate and to deploy."""
@@ -515,7 +553,7 @@ class MessageStrategy(Strategy):
 
     def _means(self, accepted: Metrics, read: Sequence[tuple[ClientProxy, Reply]]) -> dict[str, Scalar]:
         """Return the means of what clients report, of the numbers that most of them do."""
-        names = Counter(key for _, reply in read for key in reply.numbers)
+        names = Counter(key for _, reply in read for key in reply.numbers if key not in RESERVED)
         if len(names) > _AVERAGED:
             logger.warning(
                 "clients report %d metrics; the %d that most of them report are averaged", len(names), _AVERAGED
@@ -535,9 +573,15 @@ class MessageStrategy(Strategy):
 
 def _innermost(strategy: flwr.server.strategy.Strategy) -> flwr.server.strategy.Strategy:
     """Return what strategies that wrap others, in their attribute `strategy`, have wrapped."""
+    return list(_nested(strategy))[-1]
+
+
+def _nested(strategy: flwr.server.strategy.Strategy) -> Iterator[flwr.server.strategy.Strategy]:
+    """Yield a strategy, the one it wraps, and so on."""
+    yield strategy
     while isinstance(inner := vars(strategy).get("strategy"), flwr.server.strategy.Strategy):
         strategy = inner
-    return strategy
+        yield strategy
 
 
 @contextmanager

@@ -112,7 +112,10 @@ class Successor:
         merges: dict[Kind, Merge] = {"buffer": merge_buffer, "counter": merge_counter}
         for kind, merge in merges.items():
             for t in self._model.layers.indices(kind):
-                merged = np.asarray(merge(updates, updates.tensors(t)))
+                sent = updates.tensors(t)
+                if kind == "counter":  # all of one dtype: NumPy would take int64 and uint64 together for float64
+                    sent = [tensor.astype(self._model.arrays[t].dtype, copy=False) for tensor in sent]
+                merged = np.asarray(merge(updates, sent))
                 self._tensors[t] = ndarray_to_bytes(merged.astype(self._model.arrays[t].dtype))
         tensors = [self._tensors[t] for t in range(len(self._model.arrays))]
         return GlobalModel(Parameters(tensors, self._model.parameters.tensor_type), self._model.layers)

@@ -8,7 +8,7 @@ nothing is ever unpickled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -21,6 +21,46 @@ from .shares import capped_shares
 LOSSES = ("loss", "eval_loss", "evaluate_loss", "val_loss", "valid_loss", "validation_loss", "test_loss")
 """Under which names a client may report the loss of an evaluation, in any spelling."""
 
+RESERVED = frozenset(
+    [
+        "clients_sampled",
+        "clients_accepted",
+        "clients_rejected",
+        "clients_failed",
+        "clients_capped",
+        "clients_clipped",
+        "rejection_reasons",
+        "failure_reasons",
+        "failed_round",
+        "failed_reason",
+        "aggregate_seconds",
+        "conflict_share_before",
+        "conflict_share_after",
+        "min_alignment",
+        "residual",
+        "rank",
+        "kkt",
+        "clients_contaminated",
+        "contaminated_clients",
+        "vote_margins",
+        "gain",
+        "cost",
+        "clair_warning",
+        "effective_steps",
+        "largest_lambda",
+        "fine_tuned",
+        "lambda_ref",
+        "reference_ratio",
+        "direction_norm",
+        "cosine_to_mean",
+        "parameter_norm",
+        "personal_train_loss",
+    ]
+)
+"""What a strategy reports of itself: of clients that report something by such a name, no mean is taken."""
+
+# Characters of a metric's name; a client may send one of any length.
+_LONGEST = 200
 # Names listed in a reason.
 _NAMED = 3
 
@@ -49,6 +89,11 @@ class Reply:
     result: Any
     numbers: tuple[str, ...]
     has_loss: bool = True
+
+    def without_loss(self) -> Reply:
+        """Return the same reply of clients most of whom report no loss."""
+        numbers = tuple(key for key in self.numbers if key.replace("-", "_") not in LOSSES)
+        return replace(self, numbers=numbers, result=replace(self.result, loss=0.0), has_loss=False)
 
 
 def read_fit(content: RecordDict, names: Sequence[str], *, arrayrecord_key: str, weighted_by_key: str) -> Reply:
@@ -93,8 +138,9 @@ def read_evaluation(content: RecordDict, *, weighted_by_key: str) -> Reply:
     metrics, numbers, count = _metrics(content, weighted_by_key)
     losses = (metrics[key] for name in LOSSES for key in spellings(name) if key in metrics)
     loss = next(losses, None)
-    result = EvaluateRes(_OK, cast(float, 0.0 if loss is None else loss), cast(int, count), metrics)
-    return Reply(result, numbers, loss is not None)
+    has_loss = isinstance(loss, int | float) and not isinstance(loss, bool)
+    result = EvaluateRes(_OK, cast(float, loss if has_loss else 0.0), cast(int, count), metrics)
+    return Reply(result, numbers, has_loss)
 
 
 def weighted_means(
@@ -156,7 +202,7 @@ def _metrics(content: RecordDict, weighted_by_key: str) -> tuple[dict[str, Scala
         for key, value in record.items():
             if key in weights:
                 count = value if count is None else count
-            elif not isinstance(value, list):
+            elif not isinstance(value, list) and len(key) <= _LONGEST:
                 values.setdefault(key, value)
     if count is None:
         raise UnusableReply(f"its MetricRecords hold no {weighted_by_key!r}")
@@ -168,7 +214,7 @@ def _metrics(content: RecordDict, weighted_by_key: str) -> tuple[dict[str, Scala
     _spell(values)
     for configured in _of(content, ConfigRecord):
         for key, value in configured.items():  # type: ignore[assignment]
-            if not isinstance(value, list):
+            if not isinstance(value, list) and len(key) <= _LONGEST:
                 values.setdefault(key, value)
     _spell(values)
     return values, numbers, count

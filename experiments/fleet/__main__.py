@@ -35,21 +35,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "keys":
         try:
             written = make_keys(options.folder, hosts=options.host, nodes=options.nodes, days=options.days)
-        except (ValueError, OSError) as error:
+        except (ValueError, OverflowError, OSError) as error:
             sys.stderr.write(f"no keys made: {error}\n")
             return 1
         sys.stdout.write(f"{options.folder}: {', '.join(written) or 'nothing new'}\n")
         return 0
+    try:
+        overrides = shlex.split(options.overrides)
+    except ValueError as error:
+        sys.stderr.write(f"--overrides {options.overrides!r} cannot be split into words: {error}.\n")
+        return 2
     folder = options.keep or Path(tempfile.mkdtemp(prefix="fleet-"))
-    if folder.exists() and any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        empty = not any(folder.iterdir())
+    except OSError as error:
+        sys.stderr.write(f"--keep {folder} cannot be made a folder ({error.strerror or error}); name a new one.\n")
+        return 2
+    if not empty:
         sys.stderr.write(f"{folder} is not empty; name a new folder.\n")
         return 2
-    folder.mkdir(parents=True, exist_ok=True)
     try:
-        return demonstrate(
-            folder.resolve(), num_rounds=options.rounds, overrides=shlex.split(options.overrides),
-            kill=not options.no_kill,
-        )  # fmt: skip
+        return demonstrate(folder.resolve(), num_rounds=options.rounds, overrides=overrides, kill=not options.no_kill)
     except Ended as ended:
         sys.stderr.write(f"ended by {ended}; what there is lies in {folder}\n")
         return 128 + ended.number

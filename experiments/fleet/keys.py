@@ -146,6 +146,8 @@ def _name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
+    if any(character in host for character in "/: "):
+        raise ValueError(f"{host!r} is neither an IP address nor a name; leave out scheme, port and path.")
     try:
         return x509.DNSName(host)
     except ValueError as error:

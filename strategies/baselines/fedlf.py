@@ -60,6 +60,8 @@ class FedLF(UpdateStrategy):
         rows = self.history.absent(updates, self._round - self._window(updates))
         fairness = fairness_weights(updates.reported("initial_loss"))
         solved = [self._solve_layer(updates, layer, rows, fairness) for layer in updates.layers.layers]
+        if not solved:  # a model of counters alone
+            return
         plain = torch.stack([length for _, length in solved]).norm()
         norm = torch.stack([torch.linalg.vector_norm(direction.vector) for direction, _ in solved]).norm()
         real = norm > 1e-12 * plain

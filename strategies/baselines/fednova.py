@@ -28,4 +28,4 @@ class FedNova(SpanStrategy):
         """Return τ_eff ρ_i / a_i, and τ_eff."""
         a = updates.reported("step_weight")
         effective = updates.weights @ a
-        return effective * (updates.weights / a), {"effective_steps": effective}
+        return effective * updates.limited(updates.weights / a), {"effective_steps": effective}

@@ -37,6 +37,7 @@ from experiments.run import run as run_one
 from experiments.server_app import make_server_app
 from strategies import CRAFT, Checkpointed, MessageStrategy, RoundsFailed
 
+from ..faults.table import says
 from .cli import ROOT, rounds, run
 
 # Ray leaves the files of the processes it starts to the garbage collector.
@@ -646,3 +647,4 @@ def test_kill_minus_nine_at_several_moments(tmp_path: Path) -> None:
     found = run(*words, f"output_dir={folder}", "resume=auto")
     assert found.returncode == 0, found.stdout
     same(left(folder), left(tmp_path / "whole"))
+    says("`kill -9` of a run, and the same command again", found.stdout)

@@ -20,10 +20,12 @@ from client_apps import make_client_app
 from client_apps.errors import ConfigError
 from experiments.config import check, compose
 from experiments.engine import SerialGrid
+from experiments.fleet.__main__ import main as fleet_main
 from experiments.fleet.keys import make_keys
 from experiments.processes import free_port, wait_for
 from experiments.server_app import make_server_app
 
+from ..faults.table import says
 from .cli import ROOT, command, rounds, run
 from .contained import LEFT
 from .marked import processes_with
@@ -84,7 +86,7 @@ def test_a_node_without_a_registered_key_gets_no_work(demo, tmp_path):
         PATH=PATH, FLWR_HOME=str(tmp_path),
     )  # fmt: skip
     assert done.returncode not in (0, LEFT), done.stdout
-    assert "Failed to activate SuperNode" in done.stdout
+    says("a SuperNode without a registered key asks for work", done.stdout)
 
 
 @needs_proc
@@ -138,6 +140,7 @@ def test_a_node_is_killed_in_the_middle_of_a_round_and_comes_back(demo):
     assert not any(r["failed_round"] for r in (first, second, third))
     assert text.rstrip().endswith(str(demo.folder / "run"))
     assert re.search(r"│ 2 +│[^│]*│ 2 +│ 1 +│.*Node Unavailable", text)  # the table at the end
+    says("a SuperNode is killed in a round, and started again", text)
 
 
 def test_make_fleet_is_the_demo():
@@ -169,6 +172,24 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     done = command(sys.executable, "-m", "experiments.fleet", "--keep", str(tmp_path))
     assert done.returncode == 2
     assert done.stdout == f"{tmp_path} is not empty; name a new folder.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["--overrides", "it's"], 2, "cannot be split into words"),
+        (["--keep", "{file}"], 2, "cannot be made a folder"),
+        (["keys", "{folder}", "--days", "99999999"], 1, "no keys made: "),
+        (["keys", "{folder}", "--host", "http://x:90"], 1, "leave out scheme, port and path"),
+    ],
+)
+def test_odd_arguments_are_one_sentence(words, status, said, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    there = {"file": tmp_path / "file", "folder": tmp_path / "keys"}
+    assert fleet_main([word.format(**there) for word in words]) == status
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 def serve(folder: Path, nodes: int, *overrides: str) -> list[dict]:

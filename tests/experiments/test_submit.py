@@ -16,6 +16,7 @@ import pytest
 from experiments import submit
 from experiments.processes import ProcessTree, free_port, wait_for
 
+from ..faults.table import says
 from .cli import ROOT, command, rounds
 from .marked import processes_with
 
@@ -62,6 +63,7 @@ def test_a_failed_run_returns_1_and_says_why(places):
     assert done.returncode == 1, done.stdout
     last = done.stdout.splitlines()[-1]
     assert "finished:failed: " in last
+    says("the run of `experiments.submit` fails", done.stdout)
     assert "resnet" in last
     assert "ConfigError" in done.stdout
     assert list(here.iterdir()) == []
@@ -85,6 +87,7 @@ def test_sigterm_in_the_middle_ends_everything(places):
         rest = process.stdout.read()
         assert process.wait(120) == 128 + signal.SIGTERM
         assert "ended by SIGTERM" in rest
+        says("`experiments.submit` is told to end", rest)
     finally:
         process.terminate()
         process.communicate()
@@ -97,6 +100,7 @@ def test_a_superlink_out_of_reach_is_one_sentence(tmp_path):
     assert done.returncode == 2
     wanted = f"the app could not be submitted: away ({address}): Connection to the SuperLink is unavailable."
     assert done.stdout.startswith(wanted)
+    says("the SuperLink is out of reach", done.stdout)
     assert len(done.stdout.splitlines()) == 1
     done = command(*words(SMALL, ".", "nowhere"), FLWR_HOME=str(tmp_path))
     assert done.returncode == 2
@@ -195,3 +199,14 @@ def test_ctrl_c_leaves_a_run_on_a_named_superlink_and_says_how_to_go_on(fake):
 def test_wait_for_gives_up():
     with pytest.raises(TimeoutError, match=r"nothing came within 0\.1 s"):
         wait_for(lambda: None, 0.1, "nothing came", interval=0.01)
+
+
+def test_a_reader_that_goes_away_is_told_apart_from_a_run_that_failed(monkeypatch):
+    def nobody_reads(*_, **__):
+        raise BrokenPipeError
+
+    closed = []
+    monkeypatch.setattr("experiments.submit.submit", nobody_reads)
+    monkeypatch.setattr("os.dup2", lambda source, target: closed.append(source))
+    assert submit.main([".", "fleet"]) == 128 + signal.SIGPIPE
+    os.close(*closed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -184,9 +183,3 @@ class Run:
 def arrays(res: FitRes) -> list[np.ndarray]:
     """Copies of the arrays of an answer."""
     return [np.array(a) for a in parameters_to_ndarrays(res.parameters)]
-
-
-def shown(cell: str) -> list[re.Pattern[str]]:
-    """What a cell of the table quotes: each text in backticks, an ellipsis standing for anything on the line."""
-    quoted = re.findall(r"`([^`]+)`", cell.replace("\\|", "|"))
-    return [re.compile(".*?".join(re.escape(part) for part in text.split("…"))) for text in quoted]

@@ -96,11 +96,11 @@ def test_a_killed_run_goes_on_bit_for_bit(make, tmp_path):
 def test_the_sampling_goes_on(tmp_path):
     def sampled(strategy, rounds, first):
         numbers = range(first, first + rounds)
-        start, clients = initial(), manager(CIDS)
+        start, clients = getattr(strategy, "resumed", None) or initial(), manager(CIDS)
         found = []
         for number in numbers:
             found.append([client.cid for client, _ in strategy.configure_fit(number, start, clients)])
-            strategy.aggregate_fit(number, results(model()), [])
+            start, _ = strategy.aggregate_fit(number, results(model()), [])
         return found
 
     def make():
@@ -380,8 +380,43 @@ def test_two_processes_do_not_share_a_folder(tmp_path):
         os._exit(1)
 
     assert in_a_child(other) == 0
+    again = CheckpointFolder(tmp_path, keep=1, metric="loss")  # in one process, one after the other in a notebook
+    again.close()
+    assert in_a_child(other) == 0
+    strategies.checkpoint.require_unused(tmp_path)
+    assert in_a_child(other) == 0
     folder.close()
     assert in_a_child(other) == 1
+
+
+def test_one_serves_one_run_and_begins_where_it_was_saved(tmp_path):
+    whole = Checkpointed(FedAvg(), tmp_path, every=1)
+    models = drive(whole, 3, initial())
+    with pytest.raises(ValueError, match=r"round 1 has been run, 3 is the last one"):
+        whole.configure_fit(1, initial(), manager(CIDS))
+    with pytest.raises(ValueError, match=r"round 4 begins with another model than the one saved"):
+        whole.configure_fit(4, initial(), manager(CIDS))
+    resumed = Checkpointed(FedAvg(), tmp_path, every=1, resume="auto")
+    with pytest.raises(ValueError, match=r"round 4 begins with another model than the one resumed from"):
+        resumed.configure_fit(1, initial(), manager(CIDS))
+    assert bits(drive(resumed, 1, models[-1])[-1]) == bits(drive(whole, 1, models[-1], first=4)[-1])
+
+
+def test_what_was_set_aside_or_renamed_is_not_gone_on_with_in_place(tmp_path):
+    drive(Checkpointed(FedAvg(), tmp_path, every=1, keep=9), 3, initial())
+    Checkpointed(FedAvg(), tmp_path, every=1, keep=9, resume=tmp_path / "round-000002")
+    with pytest.raises(ValueError, match=r"round-000003.aside1 was set aside, and others took its place"):
+        Checkpointed(FedAvg(), tmp_path, resume=tmp_path / "round-000003.aside1")
+    assert Checkpointed(FedAvg(), tmp_path / "new", resume=tmp_path / "round-000003.aside1").rounds_done == 3
+    shutil.copytree(tmp_path / "round-000001", tmp_path / "round-000009")
+    assert Checkpointed(FedAvg(), tmp_path, every=1, keep=9, resume="auto").rounds_done == 2
+
+
+def test_a_name_that_safetensors_keeps_for_itself_is_refused(tmp_path):
+    layers = LayerMap.from_names(["__metadata__"], [(3,)])
+    strategy = Checkpointed(FedAvg(layers=layers), tmp_path, every=1)
+    with pytest.raises(ValueError, match="a tensor called '__metadata__' cannot be saved"):
+        strategy._folder.save(1, ndarrays_to_parameters([np.zeros(3, np.float32)]), strategy.strategy)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from strategies.testing import CHECKS, Proxy
 from strategies.updates import UnusableTensor, decode, one_line, shown
 
 from .clair_problems import problem
-from .helpers import arrays_of, initial, model, result, results, trained
+from .helpers import arrays_of, every_strategy, initial, model, result, results, trained
 
 NAMES = ["fc.weight", "bn.running_mean", "bn.running_var", "bn.num_batches_tracked", "seen"]
 START = [np.zeros(4), np.zeros(2), np.ones(2), np.array(100), np.array([7, 7], np.uint8)]
@@ -756,3 +756,22 @@ def test_texts_of_any_origin_make_one_printable_line():
         assert line.isprintable()
         assert len(line) <= 300
     assert one_line("ρ_i of Zürich, 東京") == "ρ_i of Zürich, 東京"
+
+
+def test_fednova_gives_nobody_more_than_its_share_for_few_steps():
+    start = [np.zeros(4)]
+    strategy = FedNova(initial_parameters=ndarrays_to_parameters(start), max_weight_share=0.3, device="cpu")
+    sent = [result(i, [np.eye(4)[i]], 10, {"step_weight": 1e-6 if i == 0 else 2.0}) for i in range(4)]
+    parameters, _ = strategy.aggregate_fit(1, sent, [])
+    (moved,) = arrays_of(parameters)
+    assert (moved / moved.sum()).max() == pytest.approx(0.3)
+
+
+@every_strategy
+def test_a_model_of_counters_alone_is_no_reason_to_fail(make):
+    start = [np.array(3), np.array([True, False])]
+    strategy = make(initial_parameters=ndarrays_to_parameters(start), device="cpu")
+    sent = [result(i, [np.array(3 + i), np.array([True, True])]) for i in range(4)]
+    parameters, metrics = strategy.aggregate_fit(1, sent, [])
+    assert metrics["clients_accepted"] == 4
+    assert [a.dtype for a in arrays_of(parameters)] == [np.int64, np.bool_]

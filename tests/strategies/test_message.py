@@ -615,6 +615,15 @@ def test_a_round_without_clients_changes_nothing():
         wrapped.aggregate_train(1, [])
 
 
+def second_answers(change):
+    """A round of three clients, the second of which changes what it answers: the model, metrics and the report."""
+    wrapped, grid = MessageStrategy(FedAvg(min_available_clients=3, device="cpu")), SerialGrid(app, 3)
+    replies = list(grid.send_and_receive(wrapped.configure_train(1, record(), ConfigRecord(), grid)))
+    replies[1].content = change(replies[1].content)
+    arrays, metrics = wrapped.aggregate_train(1, replies)
+    return arrays, dict(metrics), wrapped.reports[1]
+
+
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -654,6 +663,43 @@ def test_odd_evaluations_are_left_out_and_logged(caplog):
     assert dict(measure([good, *odd])) == {"eval_loss": 1.0, "acc": 0.5, "loss": 1.0}
     for i in range(1, 7):
         assert f"client {FIRST_NODE + i}" in caplog.text
+
+
+@pytest.mark.parametrize("loss", [0.0, -1e9, math.nan])
+def test_one_client_that_reports_a_loss_silences_nobody(loss):
+    honest = [{"num-examples": 1, "acc": 0.5}, {"num-examples": 1, "acc": 0.7}]
+    assert dict(measure([*honest, {"num-examples": 2, "acc": 0.6, "loss": loss}])) == {"acc": pytest.approx(0.6)}
+
+
+def test_clients_do_not_write_into_the_strategys_part_of_a_report(caplog):
+    def report(content):
+        content["metrics"].update({"failed_reason": 7, "kkt": 0.5, "clients_capped": 99, "mine": 3, "k" * 10_000: 1.0})
+        return content
+
+    with caplog.at_level(logging.INFO):
+        _, metrics, reports = second_answers(report)
+    assert metrics["mine"] == 3
+    assert not {"failed_reason", "kkt", "clients_capped"} & (set(metrics) | set(reports))
+    assert max(map(len, metrics)) < 200
+    assert "k" * 1000 not in caplog.text
+
+
+def test_a_counter_of_another_integer_type_does_not_overflow():
+    largest = np.array(2**63 - 1, np.uint64)
+
+    def count(content):
+        content["arrays"][NAMES[-1]] = Array(largest)
+        return content
+
+    arrays, metrics, _ = second_answers(count)
+    assert metrics["clients_rejected"] == 0
+    assert arrays[NAMES[-1]].numpy() == 2**63 - 1
+
+
+@pytest.mark.parametrize("option", [{"num_rounds": -1}, {"num_rounds": 2.5}, {"timeout": 0}, {"timeout": -5}])
+def test_impossible_runs_are_refused(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}=.* must be"):
+        MessageStrategy(FedAvg(**SAMPLED)).start(SerialGrid(app, CLIENTS), record(), **option)
 
 
 def test_evaluation_without_a_loss_or_without_clients():
@@ -704,7 +750,10 @@ def test_a_resumed_run_goes_on_counting_from_its_model():
     result = MessageStrategy(strategy).start(SerialGrid(app, CLIENTS), record(), 2, evaluate_fn=evaluate_fn)
     assert measured[0] == list(Resuming.resumed.tensors)
     assert list(result.train_metrics_clientapp) == [8, 9]
-    assert strategy.observed == [(7, {"loss": 7.0}), (8, {"loss": 8.0}), (9, {"loss": 9.0})]
+    # What the server measures comes first, then what its clients do.
+    assert [number for number, _ in strategy.observed] == [7, 8, 8, 9, 9]
+    assert [strategy.observed[i] for i in (0, 1, 3)] == [(n, {"loss": float(n)}) for n in (7, 8, 9)]
+    assert all("eval-loss" in strategy.observed[i][1] for i in (2, 4))
 
 
 def test_a_model_to_resume_from_that_does_not_fit_is_refused():
