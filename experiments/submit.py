@@ -66,11 +66,14 @@ class Flower:
         The connection's name in config.toml.
     home : Path, optional
         The folder with config.toml; `FLWR_HOME`, or Flower's own, by default.
+    ends : bool
+        Whether the SuperLink, and with it the run, ends with this process.
     """
 
-    def __init__(self, tree: ProcessTree, superlink: str, home: Path | None = None) -> None:
+    def __init__(self, tree: ProcessTree, superlink: str, home: Path | None = None, *, ends: bool = False) -> None:
         self.tree = tree
         self.superlink = superlink
+        self.ends = ends
         self.environment = {**_QUIET, **({"FLWR_HOME": str(home)} if home else {})}
 
     def call(self, *words: str) -> dict[str, Any]:
@@ -87,7 +90,8 @@ class Flower:
         try:
             text, _ = process.communicate(timeout=_CALL_SECONDS)
         except subprocess.TimeoutExpired:
-            raise FlowerError(f"flwr {words[0]} gave no answer within {_CALL_SECONDS:g} s.") from None
+            perhaps = " The run may have been accepted all the same; look with flwr ls." if words[0] == "run" else ""
+            raise FlowerError(f"flwr {words[0]} gave no answer within {_CALL_SECONDS:g} s.{perhaps}") from None
         finally:
             if process.poll() is None:
                 self.tree.end(process)
@@ -239,7 +243,7 @@ def own_superlink(tree: ProcessTree) -> Iterator[Flower]:
         )  # fmt: skip
         try:
             wait_until_serving(process, home / "superlink.log", port)
-            yield Flower(tree, _LOCAL, home)
+            yield Flower(tree, _LOCAL, home, ends=True)
         finally:
             tree.end()
 
@@ -328,7 +332,7 @@ def submit(
         return NOT_SUBMITTED
     except Ended:
         name = flower.superlink
-        if name == _LOCAL:
+        if flower.ends:
             say(f"run {run} ends with its SuperLink")
         else:
             say(f"run {run} goes on; `flwr log {run} {name}` shows it, `flwr stop {run} {name}` ends it")

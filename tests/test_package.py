@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
+from flwr.common import ndarrays_to_parameters
 from torch import nn
 
 from client_apps import make_client_app
@@ -94,7 +95,7 @@ def test_no_pickle_is_ever_read():
 
 def test_the_readmes_examples_train_the_same_model(tmp_path):
     """The ServerApps shown in README.md, against digits clients."""
-    legacy, message = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    legacy, message, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     cfg = compose(["num_clients=10", "client.lr=0.1", f"output_dir={tmp_path}"])
     names: dict = {}
 
@@ -114,6 +115,23 @@ def test_the_readmes_examples_train_the_same_model(tmp_path):
     assert state["round"] == 3
     assert set(state["memory"]) == {"reference/1", "reference/3", "reference/5"}
     assert all(np.isclose(float(t.norm()), 1) for t in state["memory"].values())
+
+
+def test_the_readmes_checkpoints_go_on(tmp_path, monkeypatch):
+    """The Checkpointed strategy shown there, made again after a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    *_, block = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+    def made() -> dict:
+        names: dict = {}
+        exec(compile(block, "README.md", "exec"), names)
+        return names
+
+    names = made()
+    assert (names["config"].num_rounds, names["strategy"].rounds_done) == (200, 0)
+    start = ndarrays_to_parameters([np.zeros(3, np.float32)])
+    names["strategy"]._folder.save(10, start, names["strategy"].strategy)
+    assert made()["config"].num_rounds == 190
 
 
 def test_every_make_target_readme_names_exists():

@@ -23,7 +23,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--overrides", default="", metavar="WORDS",
         help="as for experiments.run, e.g. 'dataset=femnist dataset.partition.kind=natural data_dir=DIR'",
     )  # fmt: skip
-    parser.add_argument("--no-kill", action="store_true", help="let all SuperNodes live")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for keys, logs and results")
     commands = parser.add_subparsers(dest="command")
     keys = commands.add_parser("keys", help="make a fleet's certificates and keys, and keep those that are there")
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{folder} is not empty; name a new folder.\n")
         return 2
     try:
-        return demonstrate(folder.resolve(), num_rounds=options.rounds, overrides=overrides, kill=not options.no_kill)
+        return demonstrate(folder.resolve(), num_rounds=options.rounds, overrides=overrides)
     except Ended as ended:
         sys.stderr.write(f"ended by {ended}; what there is lies in {folder}\n")
         return 128 + ended.number

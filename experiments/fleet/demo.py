@@ -160,9 +160,7 @@ def rounds(metrics: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def demonstrate(
-    folder: Path, *, num_rounds: int = 4, overrides: Sequence[str] = (), kill: bool = True, timeout: float = 1200.0
-) -> int:
+def demonstrate(folder: Path, *, num_rounds: int = 4, overrides: Sequence[str] = (), timeout: float = 1200.0) -> int:
     """Run the demo and return the exit status of `experiments.submit`; 1 if the node did not die or come back.
 
     Parameters
@@ -173,8 +171,6 @@ def demonstrate(
         Rounds of the run.
     overrides : sequence of str
         As for `python -m experiments.run`.
-    kill : bool
-        Whether a SuperNode dies.
     timeout : float
         Seconds after which the run is stopped.
     """
@@ -196,7 +192,7 @@ def demonstrate(
             accident = Accident(fleet, NODES - 1, output / "metrics.jsonl", say)
             status = submit(
                 fleet.flower, str(_ROOT), [f'overrides="{value}"'], timeout=timeout,
-                meanwhile=accident if kill else lambda: None,
+                meanwhile=accident,
             )  # fmt: skip
             say("ending the fleet")
     except (FlowerError, TimeoutError) as error:
@@ -205,7 +201,7 @@ def demonstrate(
     say("the fleet has ended")
     _show(console, rounds(output / "metrics.jsonl"))
     console.print(f"results in\n{output}", markup=False)
-    if status == 0 and kill and not accident.back:
+    if status == 0 and not accident.back:
         happened = "did not come back" if accident.started else "was not killed and started again"
         sys.stderr.write(f"SuperNode {accident.number} {happened} while the run went on; take more --rounds.\n")
         return 1

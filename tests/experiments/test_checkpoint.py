@@ -615,7 +615,7 @@ def test_behind_the_message_api(tmp_path: Path) -> None:
 
 def test_kill_minus_nine_at_several_moments(tmp_path: Path) -> None:
     words = [
-        f"num_clients={CLIENTS}", "clients_per_round=4", "num_rounds=36", "client.lr=0.1", "model.hidden=[8]",
+        f"num_clients={CLIENTS}", "clients_per_round=4", "num_rounds=150", "client.lr=0.1", "model.hidden=[8]",
         "checkpoint.every=3", "simulation=serial", "tracking.progress=false", "tracking.tensorboard=false",
         "client.ditto_lambda=0.5", "evaluation=federated", "evaluation.every=2",
     ]  # fmt: skip
@@ -628,7 +628,8 @@ def test_kill_minus_nine_at_several_moments(tmp_path: Path) -> None:
         return records.exists() and records.read_bytes().count(b"\n") >= number
 
     def writing() -> bool:
-        return lines(20) and bool(list((folder / "checkpoints").glob(".round-*.tmp")))
+        # Should it never be caught in the act, it is killed later all the same.
+        return lines(60) or (lines(20) and bool(list((folder / "checkpoints").glob(".round-*.tmp"))))
 
     for moment in (lambda: lines(8), writing):
         process = subprocess.Popen(
@@ -640,7 +641,8 @@ def test_kill_minus_nine_at_several_moments(tmp_path: Path) -> None:
             while not moment() and process.poll() is None and time.monotonic() < limit:
                 time.sleep(0.0005)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
             said, _ = process.communicate()
         assert process.returncode == -signal.SIGKILL, said
         assert not (folder / "status.json").exists()

@@ -94,7 +94,7 @@ def test_a_node_without_a_registered_key_gets_no_work(demo, tmp_path):
 def test_every_command_of_the_page(demo, tmp_path):
     script = tmp_path / "page.sh"
     blocks = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     script.write_text("\n".join(blocks))
     fleet = tmp_path / "fleet"
     environment = {
@@ -110,6 +110,7 @@ def test_every_command_of_the_page(demo, tmp_path):
     assert done.returncode == 0, done.stdout + logs
     assert processes_with(str(tmp_path)) == []
     assert len(re.findall(r"^run \d+ finished:completed$", done.stdout, re.MULTILINE)) == 2
+    assert json.loads((fleet / "run-0" / "status.json").read_text())["status"] == "finished"
     records = rounds(fleet / "run-1")
     assert [r["round"] for r in records] == [0, 1, 2]
     assert [r["clients_accepted"] for r in records[1:]] == [2, 2]

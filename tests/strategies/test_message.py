@@ -17,6 +17,8 @@ from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
 from flwr.server import ServerAppComponents, ServerConfig
 from flwr.server.client_manager import SimpleClientManager
 from flwr.serverapp import ServerApp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from client_apps import make_client_app
 from client_apps.tasks import build
@@ -36,6 +38,7 @@ from strategies import (
     RoundsFailed,
     partition_order,
 )
+from strategies.replies import RESERVED
 from strategies.testing import Proxy
 
 from ..client_apps.configs import config as digits
@@ -624,6 +627,59 @@ def second_answers(change):
     return arrays, dict(metrics), wrapped.reports[1]
 
 
+ODD_VALUES = st.one_of(
+    st.integers(-(2**70), 2**70), st.floats(), st.booleans(), st.lists(st.floats(), max_size=3),
+    st.text(max_size=20), st.binary(max_size=20), st.none(),
+)  # fmt: skip
+ODD_NAMES = st.one_of(
+    st.sampled_from(["num-examples", "num_examples", "loss", "train_loss", *NAMES]), st.text(max_size=9)
+)
+ODD_ARRAYS = st.builds(
+    lambda data, stype, shape: _made(Array, dtype="float32", shape=shape, stype=stype, data=data),
+    st.one_of(st.binary(max_size=200), st.sampled_from([a.data for a in record().values()])),
+    st.sampled_from(["numpy.ndarray", "pickle", ""]),
+    st.sampled_from([(), (4, 3), (2**40,)]),
+)
+
+
+def _made(cls, **fields):
+    """A record as a client can send it: without the checks of a constructor."""
+    found = cls.__new__(cls) if cls is Array else cls()
+    found.__dict__.update(fields) if cls is Array else found.__dict__["_data"].update(fields)
+    return found
+
+
+ODD_RECORDS = st.one_of(
+    st.dictionaries(ODD_NAMES, ODD_VALUES, max_size=5).map(lambda d: _made(MetricRecord, **d)),
+    st.dictionaries(ODD_NAMES, ODD_VALUES, max_size=5).map(lambda d: _made(ConfigRecord, **d)),
+    st.dictionaries(ODD_NAMES, ODD_ARRAYS, max_size=5).map(lambda d: _made(ArrayRecord, **d)),
+)
+ODD_CONTENTS = st.dictionaries(st.text(max_size=5), ODD_RECORDS, max_size=4)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(content=ODD_CONTENTS, keep=st.lists(st.sampled_from(["arrays", "metrics"]), unique=True), answers=st.booleans())
+def test_whatever_one_client_replies_costs_that_client_alone(content, keep, answers):
+    for kind in ("train", "evaluate"):
+        strategy = FedAvg(min_available_clients=3, fraction_evaluate=1.0, max_failed_rounds=1, device="cpu")
+        wrapped, grid = MessageStrategy(strategy), SerialGrid(app, 3)
+        configure = wrapped.configure_train if kind == "train" else wrapped.configure_evaluate
+        replies = list(grid.send_and_receive(configure(1, record(), ConfigRecord(), grid)))
+        honest = {name: r for name, r in replies[1].content.items() if name in keep}
+        replies[1].content = _made(RecordDict, **honest, **{k: v for k, v in content.items() if k not in honest})
+        if not answers:
+            replies[1].metadata.__dict__["_reply_to_message_id"] = "of another round"
+        if kind == "evaluate":
+            assert wrapped.aggregate_evaluate(1, replies) is not None
+            continue
+        arrays, metrics = wrapped.aggregate_train(1, replies)
+        counts = [metrics[f"clients_{name}"] for name in ("accepted", "rejected", "failed")]
+        assert sum(counts) == 3
+        assert counts[0] >= 2
+        for name, a in arrays.items():
+            assert np.isfinite(a.numpy()).all(), name
+
+
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -682,6 +738,14 @@ def test_clients_do_not_write_into_the_strategys_part_of_a_report(caplog):
     assert not {"failed_reason", "kkt", "clients_capped"} & (set(metrics) | set(reports))
     assert max(map(len, metrics)) < 200
     assert "k" * 1000 not in caplog.text
+
+
+@every_strategy
+def test_all_that_a_strategy_reports_of_itself_is_reserved(make):
+    losses = {"train_loss", "initial_loss", "step_weight", "local_steps"}  # of clients, or averages of theirs
+    _, wrapped = by_messages(make(**SAMPLED, max_weight_share=0.9, clip_to_median=9.0), 2)
+    for report in wrapped.reports.values():
+        assert set(report) - losses <= RESERVED
 
 
 def test_a_counter_of_another_integer_type_does_not_overflow():
