@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=4, help="rounds of the run (4)")
     parser.add_argument(
         "--overrides", default="", metavar="WORDS",
-        help="as for experiments.run, e.g. 'dataset=femnist dataset.partition.kind=natural data_dir=DIR'",
+        help="as for experiments.run, e.g. 'dataset=femnist data_dir=DIR'",
     )  # fmt: skip
     parser.add_argument("--keep", type=Path, metavar="DIR", help="a new folder for keys, logs and results")
     commands = parser.add_subparsers(dest="command")

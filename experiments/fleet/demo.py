@@ -26,10 +26,10 @@ CONNECTION = "fleet"
 # What the run is, but for --overrides, which win. A client that has not answered after round_timeout is done without;
 # two of three suffice; the next round waits for a node that died.
 OVERRIDES = (
-    f"num_clients={NODES}", f"clients_per_round={NODES}", "strategy=craft_mean_norm", "dataset=digits",
-    "dataset.partition.alpha=1", "client.lr=0.1", "client.local_epochs=5",
+    f"num_clients={NODES}", f"clients_per_round={NODES}", "strategy=craft_mean_norm", "client.lr=0.1", "client.local_epochs=5",
     "round_timeout=300", "++strategy.min_completed=2", "++strategy.wait_timeout=120",
 )  # fmt: skip
+_DATA = ("dataset=digits", "dataset.partition.alpha=1")  # unless --overrides name another data set
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 120.0
 _TRAINING = re.compile(r"Receiving: train message")
@@ -181,7 +181,8 @@ def demonstrate(folder: Path, *, num_rounds: int = 4, overrides: Sequence[str] =
         console.print(f"[{time.monotonic() - began:6.1f} s] {text}", style="bold", markup=False)
 
     output = folder / "run"
-    words = [*OVERRIDES, f"num_rounds={num_rounds}", *overrides, f"output_dir={output}"]
+    data = () if any(word.startswith("dataset=") for word in overrides) else _DATA
+    words = [*OVERRIDES, *data, f"num_rounds={num_rounds}", *overrides, f"output_dir={output}"]
     value = " ".join(words).replace("\\", "\\\\").replace('"', '\\"')
     try:
         with ProcessTree() as tree:

@@ -646,7 +646,7 @@ def test_kill_minus_nine_at_several_moments(tmp_path: Path) -> None:
             said, _ = process.communicate()
         assert process.returncode == -signal.SIGKILL, said
         assert not (folder / "status.json").exists()
-    found = run(*words, f"output_dir={folder}", "resume=auto")
+    found = run(*words, f"output_dir={folder}", "resume=auto", "tracking.progress=true")
     assert found.returncode == 0, found.stdout
     same(left(folder), left(tmp_path / "whole"))
     says("`kill -9` of a run, and the same command again", found.stdout)
