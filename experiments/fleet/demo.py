@@ -26,8 +26,8 @@ CONNECTION = "fleet"
 # What the run is, but for --overrides, which win. A client that has not answered after round_timeout is done without;
 # two of three suffice; the next round waits for a node that died.
 OVERRIDES = (
-    f"num_clients={NODES}", f"clients_per_round={NODES}", "strategy=craft_mean_norm", "client.lr=0.1", "client.local_epochs=5",
-    "round_timeout=300", "++strategy.min_completed=2", "++strategy.wait_timeout=120",
+    f"num_clients={NODES}", f"clients_per_round={NODES}", "strategy=craft_mean_norm", "client.lr=0.1",
+    "client.local_epochs=5", "round_timeout=300", "++strategy.min_completed=2", "++strategy.wait_timeout=120",
 )  # fmt: skip
 _DATA = ("dataset=digits", "dataset.partition.alpha=1")  # unless --overrides name another data set
 _ROOT = Path(__file__).parents[2]

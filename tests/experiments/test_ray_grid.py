@@ -42,7 +42,8 @@ STORE = 128 * 2**20
 @pytest.fixture(scope="module")
 def _ray():
     """One Ray for all tests of this file; grids use it and leave it running."""
-    ray.init(num_cpus=2, object_store_memory=STORE, include_dashboard=False, log_to_driver=False)
+    options = {"include_dashboard": False, "log_to_driver": False}
+    ray.init(address="local", num_cpus=2, object_store_memory=STORE, **options)  # whatever others run here
     try:
         yield
     finally:
