@@ -1,6 +1,7 @@
 # fedconcord: `make help` lists what there is.
 PYTHON ?= python3
 VENV   ?= .venv
+TEST_PROCESSES ?= 2
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -30,7 +31,7 @@ fleet: $(STAMP) ## CRAFT on a SuperLink and three SuperNodes with TLS and keys; 
 	$(BIN)/python -m experiments.fleet $(FLEET_OPTIONS)
 
 test: $(STAMP) ## Everything a machine without GPU or network can test; real data where DATA_DIR is set
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 lint: $(STAMP) ## Style
 	$(BIN)/ruff check .

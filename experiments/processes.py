@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -182,10 +183,21 @@ class ProcessTree:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free now."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
+    """Return a TCP port that is free now.
+
+    On Linux it is none that the kernel gives to outgoing connections, so that it stays free until it is listened on.
+    """
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first = 0
+    # Ray's workers listen below 20000.
+    candidates = random.SystemRandom().sample(range(20_000, first), 100) if first > 21_000 else []
+    for port in (*candidates, 0):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind((host, port))
+            return int(s.getsockname()[1])
+    raise OSError(f"no TCP port is free on {host}.")
 
 
 def wait_for(ready: Callable[[], Any], seconds: float, what: str, interval: float = 0.2) -> Any:

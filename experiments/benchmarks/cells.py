@@ -55,23 +55,28 @@ def answer(asked: list[str], **functions: Callable[..., dict[str, Any]]) -> None
 
 def simulate(engine: str, server: ServerApp, client: ClientApp, clients: int, store: int, gpus: float = 0.0) -> None:
     """Run both apps on an engine: "stock" (Flower's simulation), "ray" or "serial"; `store` bytes of shared memory."""
-    logging.getLogger("flwr").setLevel(logging.ERROR)
     init: Any = {
         "num_cpus": os.cpu_count(), "object_store_memory": store, "include_dashboard": False, "log_to_driver": False,
         "logging_level": logging.ERROR,
     }  # fmt: skip
     resources: Any = {"num_cpus": 1, "num_gpus": gpus}
-    if engine == "stock":
-        from flwr.simulation import run_simulation
+    log = logging.getLogger("flwr")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        if engine == "stock":
+            from flwr.simulation import run_simulation
 
-        run_simulation(server, client, clients, backend_config={"init_args": init, "client_resources": resources})
-    elif engine == "ray":
-        from experiments.engine.ray_grid import RayGrid
+            run_simulation(server, client, clients, backend_config={"init_args": init, "client_resources": resources})
+        elif engine == "ray":
+            from experiments.engine.ray_grid import RayGrid
 
-        with RayGrid(client, clients, init_args=init, client_resources=resources) as grid:
-            serve_on(grid, server)
-    else:
-        serve_on(SerialGrid(client, clients), server)
+            with RayGrid(client, clients, init_args=init, client_resources=resources) as grid:
+                serve_on(grid, server)
+        else:
+            serve_on(SerialGrid(client, clients), server)
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager

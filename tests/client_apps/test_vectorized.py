@@ -100,7 +100,7 @@ def assert_identical(found: Trained, expected: Trained) -> None:
         {"batch_size": 1, "lr": 0.01},  # 120 steps: longer ones would multiply the rounding of the first
         {"batch_size": 100},
     ],
-    ids=str,
+    ids=lambda settings: "augment" if "augment" in settings else str(settings),
 )
 def test_a_stack_trains_as_clients_do_one_by_one(changes: dict[str, Any], device: str) -> None:
     settings = options(device, **changes)

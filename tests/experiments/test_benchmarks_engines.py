@@ -6,6 +6,8 @@ import pytest
 
 from experiments.benchmarks import cells, engines, growth
 
+pytestmark = pytest.mark.ray
+
 
 def test_an_overhead_cell_runs_a_round_of_all_clients():
     found = cells.cell(

@@ -9,6 +9,8 @@ from safetensors.numpy import load_file
 
 from .cli import command, rounds
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.mark.parametrize("engine", ["ray", "flower"])
 def test_a_node_is_killed_mid_round_and_the_run_finishes(engine, tmp_path):

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,16 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from experiments.processes import free_port
+
 from .cli import ROOT, command, rounds, run
+
+pytestmark = pytest.mark.ray
 
 FLWR = Path(sys.executable).with_name("flwr")
 OVERRIDES = "num_clients=8 clients_per_round=4 num_rounds=2 tracking.progress=false"
-
-
-def free_port() -> str:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 def processes_naming(text: str) -> list[int]:
@@ -59,7 +56,7 @@ def flower(tmp_path):
     shutil.copytree(ROOT, project, ignore=ignored)
     environment = {
         "FLWR_HOME": str(home),
-        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": free_port(),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
         "PATH": f"{FLWR.parent}{os.pathsep}{os.environ['PATH']}",
     }
     try:

@@ -1,6 +1,7 @@
 """What a ProcessTree starts never outlives it, however it is left."""
 
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -8,6 +9,8 @@ import uuid
 from pathlib import Path
 
 import pytest
+
+from experiments.processes import free_port
 
 from .cli import ROOT, command
 from .marked import processes_with
@@ -80,3 +83,14 @@ def test_an_adopted_process_that_ends_is_no_zombie_to_those_who_wait_for_it(mark
     done = command(*script(shell, then), MARK=mark)
     assert done.returncode == 0, done.stdout
     assert processes_with(mark) == []
+
+
+def test_a_free_port_is_none_of_those_that_outgoing_connections_get():
+    ports = [free_port() for _ in range(20)]
+    for port in ports:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+    ranges = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if ranges.exists():
+        low, high = map(int, ranges.read_text().split())
+        assert low <= 21_000 or not any(low <= port <= high for port in ports)

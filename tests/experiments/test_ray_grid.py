@@ -31,6 +31,7 @@ from . import engine_apps as apps
 
 # Ray leaves the files of the processes it starts to the garbage collector.
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

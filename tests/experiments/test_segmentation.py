@@ -24,6 +24,8 @@ from tests.client_apps import fets
 
 from . import cli
 
+pytestmark = pytest.mark.ray
+
 TINY = (
     "experiment=fedref_fets2022", "num_clients=3", "clients_per_round=3", "num_rounds=3", "dataset.patch=[16,16,16]",
     "dataset.patches_per_subject=2", "dataset.modalities=[flair,t1ce]", "model.channels=[4,8]", "model.num_res_units=1",

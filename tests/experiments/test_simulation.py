@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 
 from .cli import command, rounds, run
 
+pytestmark = pytest.mark.ray
+
 SMALL = ("num_clients=12", "clients_per_round=6", "num_rounds=3", "client.lr=0.1", "tracking.progress=false")
 EVALUATED = ("accuracy", "accuracy_std", "worst10", "best10", "accuracy_weighted", "clients_evaluated")
 

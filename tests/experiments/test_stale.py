@@ -21,6 +21,7 @@ from .cli import rounds, run
 
 # Ray leaves the files of the processes it starts to the garbage collector.
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

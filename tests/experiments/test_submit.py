@@ -20,6 +20,8 @@ from ..faults.table import says
 from .cli import ROOT, command, rounds
 from .marked import processes_with
 
+pytestmark = pytest.mark.ray
+
 SMALL = "num_clients=4 clients_per_round=2 num_rounds=2"
 SIMULATION = "num-supernodes=4 client-resources-num-cpus=1"
 

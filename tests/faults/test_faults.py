@@ -10,6 +10,7 @@ from .table import says, table
 
 # Ray leaves the files of the processes it starts to the garbage collector.
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

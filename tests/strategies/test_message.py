@@ -829,7 +829,7 @@ def test_a_model_to_resume_from_that_does_not_fit_is_refused():
 
 
 def test_the_log_of_a_run_says_what_runs(caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="flwr"):
         MessageStrategy(FedProx(proximal_mu=0.25, **SAMPLED)).start(SerialGrid(app, CLIENTS), record(), 1)
     for words in ("FedProx", "proximal_mu=0.25", "fraction_fit=0.5", "[ROUND 1/1]", "ArrayRecord key: 'arrays'"):
         assert words in caplog.text
@@ -866,6 +866,7 @@ def test_the_quickstart_of_flower_runs_unchanged():
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves files to the garbage collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.ray
 def test_the_quickstart_of_flower_runs_unchanged_on_ray():
     expected = run_quickstart(SerialGrid(quickstart.app, quickstart.CLIENTS)).arrays
     args = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False, "log_to_driver": False}
