@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import tempfile
@@ -59,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Ended as ended:
         sys.stderr.write(f"ended by {ended}; what there is lies in {folder}\n")
         return 128 + ended.number
+    finally:
+        if options.keep is None:
+            with contextlib.suppress(OSError):  # only where nothing was written
+                folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -163,6 +164,8 @@ def rounds(metrics: Path) -> list[dict[str, Any]]:
 def demonstrate(folder: Path, *, num_rounds: int = 4, overrides: Sequence[str] = (), timeout: float = 1200.0) -> int:
     """Run the demo and return the exit status of `experiments.submit`; 1 if the node did not die or come back.
 
+    A configuration that cannot run is refused with status 2 before anything is started.
+
     Parameters
     ----------
     folder : Path
@@ -170,10 +173,13 @@ def demonstrate(folder: Path, *, num_rounds: int = 4, overrides: Sequence[str] =
     num_rounds : int
         Rounds of the run.
     overrides : sequence of str
-        As for `python -m experiments.run`.
+        As for `python -m experiments.run`. A relative `data_dir` counts from the current folder.
     timeout : float
         Seconds after which the run is stopped.
     """
+    from client_apps.errors import ConfigError  # with PyTorch: seconds that `keys` does not need
+    from experiments.config import check, compose
+
     console = Console(soft_wrap=True, highlight=False)
     began = time.monotonic()
 
@@ -183,7 +189,15 @@ def demonstrate(folder: Path, *, num_rounds: int = 4, overrides: Sequence[str] =
     output = folder / "run"
     data = () if any(word.startswith("dataset=") for word in overrides) else _DATA
     words = [*OVERRIDES, *data, f"num_rounds={num_rounds}", *overrides, f"output_dir={output}"]
-    value = " ".join(words).replace("\\", "\\\\").replace('"', '\\"')
+    try:
+        cfg = compose(words)
+        if cfg["data_dir"] is not None:  # the apps run in another folder
+            words.append(f"data_dir={Path(cfg['data_dir']).resolve()}")
+        check(compose(words))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    value = shlex.join(words).replace("\\", "\\\\").replace('"', '\\"')
     try:
         with ProcessTree() as tree:
             fleet = Fleet(tree, folder)
@@ -200,7 +214,11 @@ def demonstrate(folder: Path, *, num_rounds: int = 4, overrides: Sequence[str] =
         sys.stderr.write(f"the fleet did not start: {error}\nIts logs are in {folder}.\n")
         return 2
     say("the fleet has ended")
-    _show(console, rounds(output / "metrics.jsonl"))
+    records = rounds(output / "metrics.jsonl")
+    if not records:
+        sys.stderr.write(f"There is no result; the logs are in {folder}.\n")
+        return status or 1
+    _show(console, records)
     console.print(f"results in\n{output}", markup=False)
     if status == 0 and not accident.back:
         happened = "did not come back" if accident.started else "was not killed and started again"

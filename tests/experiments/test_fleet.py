@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -180,17 +181,30 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     [
         (["--overrides", "it's"], 2, "cannot be split into words"),
         (["--keep", "{file}"], 2, "cannot be made a folder"),
+        (["--keep", "{folder}", "--overrides", "num_round=3"], 2, "Could not override 'num_round'"),
+        (["--keep", "{folder}", "--overrides", "client.lr=-1"], 2, "client.lr must be a number above 0, not -1."),
+        (["--keep", "{folder}", "--overrides", "dataset=femnist data_dir=no/where"], 2, "{here}/no/where/femnist"),
+        (["--keep", "{folder}", "--rounds", "0"], 2, "num_rounds=0 must be an integer of at least 1"),
         (["keys", "{folder}", "--days", "99999999"], 1, "no keys made: "),
         (["keys", "{folder}", "--host", "http://x:90"], 1, "leave out scheme, port and path"),
     ],
 )
 def test_odd_arguments_are_one_sentence(words, status, said, tmp_path, capsys):
     (tmp_path / "file").touch()
-    there = {"file": tmp_path / "file", "folder": tmp_path / "keys"}
+    there = {"file": tmp_path / "file", "folder": tmp_path / "keys", "here": Path.cwd()}
     assert fleet_main([word.format(**there) for word in words]) == status
     err = capsys.readouterr().err
-    assert said in err
+    assert said.format(**there) in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_ends_with_the_failure_of_what_it_runs(tmp_path):
+    prefix = Path(sys.prefix)
+    options = f"--keep {tmp_path / 'new'} --overrides num_rounds=none"
+    done = command("make", "-o", f"{prefix}/.installed", f"VENV={prefix}", "fleet", f"FLEET_OPTIONS={options}")
+    assert done.returncode == 2
+    assert "num_rounds='none' must be an integer of at least 1." in done.stdout
 
 
 def serve(folder: Path, nodes: int, *overrides: str) -> list[dict]:
