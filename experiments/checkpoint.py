@@ -103,6 +103,8 @@ def find_start(cfg: Mapping[str, Any], task: Task) -> Start:
         return Start()
     if resume == AUTO:
         checkpoint = newest(own / FOLDER)
+        if checkpoint is None and list_checkpoints(own / FOLDER):
+            checkpoint = _named(own)  # which says what is wrong with them
         if checkpoint is None:
             require_unused(own / FOLDER)
             reason = settle(own.resolve(), cfg, retry=True)

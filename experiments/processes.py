@@ -45,8 +45,9 @@ class ProcessTree:
     Flower's programs start others in sessions of their own, and those outlive a parent that was killed. On Linux this
     process therefore adopts the orphans among its descendants, so that none gets out of sight. Elsewhere only the
     process groups of what was started here are ended. Use it in a program's main thread: while the context is open,
-    SIGINT, SIGTERM and SIGHUP raise `Ended` there, and while it closes they wait. All children are taken note of here
-    when they end, so nobody else can wait for one: start none meanwhile but with `start`.
+    SIGINT, SIGTERM and SIGHUP raise `Ended` there (under nohup SIGHUP does not), and while it closes they wait. All
+    children are taken note of here when they end, so nobody else can wait for one: start none meanwhile but with
+    `start`.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,8 @@ class ProcessTree:
 
     def __enter__(self) -> Self:
         _adopt(True)
-        self._handlers = {number: signal.signal(number, _end) for number in _ENDING}
+        ending = [n for n in _ENDING if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]  # nohup's
+        self._handlers = {number: signal.signal(number, _end) for number in ending}
         threading.Thread(target=self._reap_for_ever, daemon=True).start()
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import re
@@ -84,9 +85,12 @@ class Flower:
         FlowerError
             If it fails, or gives no answer.
         """
-        process = self.tree.start(
-            [program("flwr"), *words, "--format", "json"], environment=self.environment, pipe=True
-        )
+        try:
+            process = self.tree.start(
+                [program("flwr"), *words, "--format", "json"], environment=self.environment, pipe=True
+            )
+        except OSError as error:
+            raise FlowerError(f"Flower's command line cannot be started: {error}") from error
         try:
             text, _ = process.communicate(timeout=_CALL_SECONDS)
         except subprocess.TimeoutExpired:
@@ -112,7 +116,10 @@ class Flower:
 
     def status(self, run: str) -> tuple[str, str]:
         """Return a run's status, such as "finished:failed", and its reason, which may be empty."""
-        (found,) = self.call("ls", self.superlink, "--run-id", run)["runs"]
+        runs = self.call("ls", self.superlink, "--run-id", run).get("runs")
+        if not isinstance(runs, list) or len(runs) != 1:
+            raise FlowerError(f"the SuperLink does not list run {run}.")
+        (found,) = runs
         reason = str(found.get("status-details") or "")
         return str(found["status"]), "" if reason == "N/A" else " ".join(reason.split())
 
@@ -157,7 +164,7 @@ class Flower:
                 status = ""
             if status.startswith("finished"):
                 # The last lines may reach the SuperLink after the run's end, of which the stream takes notice first.
-                self._copy(["log", run, self.superlink, "--show"], copied, out, end, meanwhile)
+                self._copy(["log", run, self.superlink, "--show"], copied, out, None, meanwhile)
                 return status, reason
             _pause(1.0, end, meanwhile)
 
@@ -316,6 +323,10 @@ def submit(
     except FlowerError as error:
         say(f"the app could not be submitted: {error}")
         return NOT_SUBMITTED
+    except Ended:
+        if not flower.ends:
+            say(f"the run may have been accepted all the same; `flwr ls {flower.superlink}` tells")
+        raise
     say(f"run {run} submitted")
     try:
         status, reason = flower.follow(run, out, timeout=timeout, meanwhile=meanwhile)
@@ -387,6 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--federation-config", action="append", default=[], metavar="KEYS", help="as for `flwr run`")
     parser.add_argument("--timeout", type=seconds, metavar="S", help="stop the run after so many seconds")
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Flower's log has characters that not every terminal knows
+        sys.stdout.reconfigure(errors="replace")
     if options.superlink is None and (name := shadowed(Path(options.app).expanduser(), Path.cwd())):
         sys.stderr.write(
             f"{Path.cwd() / name} would hide the app's package {name!r} from its clients; call this in another folder, "

@@ -539,7 +539,10 @@ class MessageStrategy(Strategy):
                 found[i] = NoResult(f"client {cid}: {reason}")
                 continue
             try:
-                found[i] = read(message.content if message.has_content() else RecordDict())
+                content = message.content if message.has_content() else RecordDict()
+                if not isinstance(content, RecordDict):  # Flower does not look
+                    raise UnusableReply(f"its content is a {type(content).__name__}, not a RecordDict")
+                found[i] = read(content)
             except UnusableReply as error:
                 found[i] = NoResult(f"client {cid}: {error}")
         results, failures = [], []

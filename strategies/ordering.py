@@ -49,8 +49,9 @@ def partition_order(clients: Sequence[ClientProxy], timeout: float | None = 600.
     def ask_or_none(client: ClientProxy) -> int | None:
         try:
             return ask(client)
-        except (ValueError, OSError, RuntimeError) as error:  # Flower's proxies: an error reply, a timeout
-            logger.warning("client %s does not say which partition it is: %s", client.cid, one_line(str(error)))
+        except Exception as error:  # noqa: BLE001 - an error reply, a timeout, what Flower makes of an odd reply
+            reason = one_line(f"{type(error).__name__}: {error}")
+            logger.warning("client %s does not say which partition it is: %s", client.cid, reason)
             return None
 
     with ThreadPoolExecutor(max_workers=min(_THREADS, max(1, len(clients)))) as pool:

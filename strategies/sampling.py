@@ -73,12 +73,26 @@ class ClientSampler:
         if self._partition_order is not None:
             new = [client for cid, client in clients.items() if cid not in self._asked]
             if new:
-                self._partitions.update(self._partition_order(new))
-                self._asked.update(client.cid for client in new)
+                self._take(self._partition_order(new), new, clients)
         ids = sorted(clients, key=self.order)
         count = min(size(len(ids))[0], len(ids))
         chosen = np.random.default_rng([self.seed, number, stream]).choice(len(ids), size=count, replace=False)
         return [clients[ids[i]] for i in sorted(chosen)]
+
+    def _take(self, found: Mapping[str, int], new: list[ClientProxy], connected: Mapping[str, ClientProxy]) -> None:
+        """Note the partitions of new clients; one that is another's already stays that one's as long as it is there."""
+        owners = {self._partitions[cid]: cid for cid in connected if cid in self._partitions}
+        for cid in sorted((client.cid for client in new), key=client_order):
+            partition = found.get(cid)
+            if partition is not None and owners.setdefault(partition, cid) != cid:
+                logger.warning(
+                    "client %s says that it is partition %d, as client %s does; it is known by its id meanwhile",
+                    cid, partition, owners[partition],
+                )  # fmt: skip
+                continue  # and asked again in the next round
+            self._asked.add(cid)
+            if partition is not None:
+                self._partitions[cid] = partition
 
     def _wait(self, manager: ClientManager, size: Size) -> dict[str, ClientProxy]:
         """Return the clients connected once they are enough."""

@@ -1,5 +1,6 @@
 """What a ProcessTree starts never outlives it, however it is left."""
 
+import functools
 import signal
 import socket
 import subprocess
@@ -64,13 +65,29 @@ def test_nothing_is_left(mark, shell, then, status):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_is_left_after_a_signal(mark, number):
     words = ["env", f"MARK={mark}", *script("setsid sleep 1000 & echo ready; sleep 1000", "first.wait()")]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    # The tests may run under nohup themselves.
+    default = functools.partial(signal.signal, number, signal.SIG_DFL)
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=default)
     try:
         assert process.stdout.readline() == "ready\n"
         assert len(processes_with(mark)) >= 3
         process.send_signal(number)
         assert process.wait(60) == 128 + number
         assert processes_with(mark) == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_under_nohup_a_hangup_ends_nothing(mark):
+    words = ["env", f"MARK={mark}", *script("echo ready; sleep 1; exit 7", "print(first.wait(), flush=True)")]
+    ignored = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, preexec_fn=ignored)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.read() == "7\n"
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.communicate()

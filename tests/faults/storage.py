@@ -96,6 +96,11 @@ def all_damaged(stage: Stage) -> str:
     with pytest.raises(ConfigError) as found:
         find_start(cfg, check(cfg))
     assert not (stage.folder / "new").exists()
+    before = sorted(folder.parent.rglob("*"))
+    cfg = stage.config(*SAVING, "resume=auto", f"output_dir={folder}")
+    with pytest.raises(ConfigError, match=r"none of the .* checkpoints in .* can be used"):
+        find_start(cfg, check(cfg))
+    assert sorted(folder.parent.rglob("*")) == before
     return f"ConfigError: {found.value}"
 
 

@@ -9,7 +9,9 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord, RecordDict
 from flwr.common import Code, EvaluateRes, FitRes, GetPropertiesRes, Parameters, Status, ndarrays_to_parameters
+from flwr.compat.common.recorddict_compat import recorddict_to_getpropertiesres
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -566,6 +568,20 @@ def test_answers_of_any_kind_name_a_partition_or_none():
     clients += [Answering("status", GetPropertiesRes(None, {"partition-id": 7}))]
     clients += [Answering("good", GetPropertiesRes(ok, {"partition-id": 7}))]
     assert partition_order(clients) == {"good": 7}
+
+
+@pytest.mark.parametrize("properties", [None, {"partition-id": [0]}, {"partition-id": "0"}])
+def test_what_flower_cannot_read_as_properties_names_no_partition(properties):
+    content = RecordDict()
+    if properties is not None:
+        content["getpropertiesres.properties"] = ConfigRecord(properties)
+        content["getpropertiesres.status"] = ConfigRecord({"code": 0, "message": ""})
+
+    class Node(Proxy):
+        def get_properties(self, ins, timeout, group_id):
+            return recorddict_to_getpropertiesres(content)
+
+    assert partition_order([Node("1")]) == {}
 
 
 def test_replays_count_once():

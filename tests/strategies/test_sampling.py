@@ -132,3 +132,19 @@ def test_evaluation_is_weighted_and_leaves_out_what_means_nothing():
         assert loss == pytest.approx(1.75)
         assert metrics == {"correct": 40}
     assert s.aggregate_evaluate(1, bad[:2], []) == (None, {})
+
+
+def test_two_connected_clients_never_share_a_partition(caplog):
+    def order(new):
+        return {c.cid: 0 for c in new}
+
+    def identities(s, cids):
+        return {p.cid: s.sampler.identity(p.cid) for p, _ in s.configure_fit(1, initial(), manager(cids))}
+
+    s = FedAvg(partition_order=order, min_available_clients=1, min_fit_clients=1)
+    assert identities(s, ["7"]) == {"7": "partition 0"}
+    with caplog.at_level("WARNING"):
+        assert identities(s, ["6", "7", "8"]) == {"6": "6", "7": "partition 0", "8": "8"}
+    assert "client 6 says that it is partition 0, as client 7 does" in caplog.text
+    # Once the first has left, as where it was started again without a key of its own, another one follows.
+    assert identities(s, ["8"]) == {"8": "partition 0"}
